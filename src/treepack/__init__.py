@@ -1,0 +1,72 @@
+"""treepack: tree-packed prefix-sharing attention and the trainer-side scoring core of async GRPO.
+
+Every public name is importable from here and loaded on first use (PEP 562), so `import treepack` costs nothing and
+pulls in neither triton, transformers nor TRL.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from treepack._version import __version__
+
+if TYPE_CHECKING:
+    from treepack.kernels.hf_attention import check_tree_support, register_attention
+    from treepack.kernels.ops import tree_attention
+    from treepack.kernels.plan import TreePlan
+    from treepack.scoring.advantages import group_advantages
+    from treepack.scoring.collator import ScoringCollator
+    from treepack.scoring.planner import StepPlanner, check_step_capacity
+    from treepack.scoring.reward_model import RewardModelScorer
+    from treepack.scoring.rows import ScoredRow, TreeRow
+    from treepack.scoring.scorer import TrainerScorer
+    from treepack.scoring.sequences import chunk_inputs, chunk_sequences, pack_sequences, unpack_sequences
+    from treepack.scoring.step import StepScores, score_step
+
+_HOMES = {
+    "kernels.hf_attention": ("check_tree_support", "register_attention"),
+    "kernels.ops": ("tree_attention",),
+    "kernels.plan": ("TreePlan",),
+    "scoring.advantages": ("group_advantages",),
+    "scoring.collator": ("ScoringCollator",),
+    "scoring.planner": ("StepPlanner", "check_step_capacity"),
+    "scoring.reward_model": ("RewardModelScorer",),
+    "scoring.rows": ("ScoredRow", "TreeRow"),
+    "scoring.scorer": ("TrainerScorer",),
+    "scoring.sequences": ("chunk_inputs", "chunk_sequences", "pack_sequences", "unpack_sequences"),
+    "scoring.step": ("StepScores", "score_step"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "RewardModelScorer",
+    "ScoredRow",
+    "ScoringCollator",
+    "StepPlanner",
+    "StepScores",
+    "TrainerScorer",
+    "TreePlan",
+    "TreeRow",
+    "__version__",
+    "check_step_capacity",
+    "check_tree_support",
+    "chunk_inputs",
+    "chunk_sequences",
+    "group_advantages",
+    "pack_sequences",
+    "register_attention",
+    "score_step",
+    "tree_attention",
+    "unpack_sequences",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'treepack' has no attribute {name!r}")
+    value = getattr(import_module(f"treepack.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
