@@ -28,7 +28,7 @@ class Rollouts:
             largest uid.
         group_id: (R,) int64; rows of a group need not be adjacent.
         rollout_id: (R,) int64 or str; several rows of a group may share one. Each row its own unless the file says.
-        rewards: (R,) float64 by column name, NaN = not applicable.
+        rewards: (R,) float64 by reward name (`reward`, or <name> of column `rewards/<name>`), NaN = not applicable.
         old_log_probs: (T,) float32, the sampler's log-probabilities (natural log), or None.
         finished: (R,) bool, False = cut at the length limit; all True unless the file says otherwise.
     """
@@ -135,7 +135,7 @@ class _Checker:
             uid=self._uid(),
             group_id=self._integers("group_id"),
             rollout_id=self._rollout_id(),
-            rewards={name: self._reward(name) for name in self.columns if _is_reward(name)},
+            rewards=self._rewards(),
             old_log_probs=self._old_log_probs(),
             finished=self._finished(),
         )
@@ -228,6 +228,17 @@ class _Checker:
             return values.astype(np.str_)
         return self._integers("rollout_id")
 
+    def _rewards(self) -> dict[str, NDArray[np.float64]]:
+        rewards = {}
+        for column in self.columns:
+            if column != "reward" and not column.startswith(REWARD_PREFIX):
+                continue
+            name = column.removeprefix(REWARD_PREFIX)
+            if name in rewards:
+                raise RolloutError(f"{self.path}: columns 'reward' and 'rewards/reward' are one reward, got both")
+            rewards[name] = self._reward(column)
+        return rewards
+
     def _reward(self, name: str) -> NDArray[np.float64]:
         values = self._flat(name)
         try:
@@ -250,7 +261,3 @@ class _Checker:
 
 def _num_rows(column: Ragged | NDArray[Any]) -> int:
     return len(column.offsets) - 1 if isinstance(column, Ragged) else len(np.atleast_1d(column))
-
-
-def _is_reward(name: str) -> bool:
-    return name == "reward" or name.startswith(REWARD_PREFIX)

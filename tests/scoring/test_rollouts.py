@@ -95,9 +95,9 @@ def test_optional_columns(path: Path) -> None:
     assert rollouts.finished.tolist() == [False, True, False]
     assert rollouts.old_log_probs is not None
     np.testing.assert_array_equal(rollouts.old_log_probs, np.full(8, -0.5, np.float32))
-    assert set(rollouts.rewards) == {"reward", "rewards/style"}
+    assert set(rollouts.rewards) == {"reward", "style"}
     sample = next(iter(rollouts.samples()))
-    assert sample["rewards"] == {"reward": 1.0, "rewards/style": 0.0}
+    assert sample["rewards"] == {"reward": 1.0, "style": 0.0}
     assert sample["old_log_probs"].tolist() == [-0.5] * 3
 
 
@@ -170,6 +170,7 @@ def content(sample: dict[str, Any]) -> bytes:
         ([{**row, "uid": min(i, 1)} for i, row in enumerate(ROWS)], r"'uid', row 2: must be unique, got 1 again"),
         ([{**row, "uid": i - 1} for i, row in enumerate(ROWS)], r"column 'uid', row 0: must be >= 0, got -1"),
         ([{**row, "group_id": 0.5} for row in ROWS], r"column 'group_id' must hold an integer a row, got float64"),
+        ([{**row, "rewards/reward": 1} for row in ROWS], r"'reward' and 'rewards/reward' are one reward"),
         ([{**row, "finished": 2} for row in ROWS], r"column 'finished' must hold true or false"),
         (
             [{**row, "old_log_probs": [float("nan")] * len(row["input_ids"])} for row in ROWS],
