@@ -1,0 +1,235 @@
+"""The prefix forest of a packed row, kept as one tail a sequence instead of one object a token.
+
+A node of the forest stands for a token *and* the one after it; a sequence's last token is keyed on "nothing follows".
+So two sequences that agree on their first L tokens share max(L - 1, 0) nodes, identical ones share all, and a fork lies
+one token before the sequences differ (TRL 1.16's `TreeRow`; every node then has one next-token label).
+
+Sequence i shares its first `shared[i]` nodes with earlier sequences and owns the rest, its tail. In depth-first
+pre-order with children in insertion order a tail is contiguous: whatever branches off it comes after its end, deepest
+branch first. A row is therefore a permutation of tails, and everything that is packed is copied in slices.
+
+N: unique tokens, S: segments, K: keys gathered over all segments, B: sequences.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.integer[Any]]
+
+INT32_MAX = 2**31 - 1
+
+
+class Match(NamedTuple):
+    """How much of a sequence a forest holds already."""
+
+    shared: int  # nodes
+    parent: int  # the sequence that owns the last of them, -1 when there is none
+
+
+class PrefixForest:
+    """Sequences folded into a prefix forest. State is append-only, so a rollback is a truncation.
+
+    Args:
+        share_prefixes: False keeps every sequence a chain of its own.
+
+    Attributes:
+        sequences: the sequences in insertion order, each (n,), not copied: they must not be changed in place.
+        shared: nodes of each sequence that earlier ones own.
+        parents: the sequence that owns the last of these, -1 when there is none.
+        num_tokens: N, the nodes of the forest.
+    """
+
+    __slots__ = ("_children", "_first_node", "_roots", "num_tokens", "parents", "sequences", "share_prefixes", "shared")
+
+    def __init__(self, *, share_prefixes: bool = True) -> None:
+        self.share_prefixes = share_prefixes
+        self.sequences: list[Tokens] = []
+        self.shared = array("i")
+        self.parents = array("i")
+        self.num_tokens = 0
+        self._first_node = array("i")  # nodes before each tail, in insertion order
+        self._roots: dict[tuple[int, ...], int] = {}  # first two tokens -> sequence
+        self._children: dict[int, int] = {}  # `_branch` -> sequence whose tail starts there
+
+    def match(self, sequence: Tokens) -> Match:
+        """The nodes of `sequence` (n,) that are here already: one array comparison a branch on its path."""
+        if not self.share_prefixes:
+            return Match(0, -1)
+        length, shared, parent = len(sequence), 0, -1
+        child = self._roots.get(tuple(sequence[:2].tolist()))
+        agreed = min(2, length)
+        while child is not None:
+            parent, other = child, self.sequences[child]
+            agreed = _common_prefix(sequence, other, agreed)
+            if agreed == length == len(other):
+                return Match(length, parent)
+            shared = agreed - 1
+            child = self._children.get(self._branch(sequence, shared, parent))
+            agreed = min(agreed + 1, length)
+        return Match(shared, parent)
+
+    def append(self, sequence: Tokens, match: Match) -> None:
+        """Add `sequence` (n,), n > 0, given its `match` with the forest as it is now.
+
+        Raises:
+            ValueError: the forest would hold more than 2^31 - 1 tokens.
+        """
+        index, (shared, parent) = len(self.sequences), match
+        num_tokens = self.num_tokens + len(sequence) - shared
+        if num_tokens > INT32_MAX:
+            raise ValueError(f"a packed row must hold at most {INT32_MAX} tokens, got {num_tokens} at sequence {index}")
+        if self.share_prefixes and shared < len(sequence):
+            if parent < 0:
+                self._roots[tuple(sequence[:2].tolist())] = index
+            else:
+                self._children[self._branch(sequence, shared, parent)] = index
+        self.sequences.append(sequence)
+        self.shared.append(shared)
+        self.parents.append(parent)
+        self._first_node.append(self.num_tokens)
+        self.num_tokens = num_tokens
+
+    def truncate(self, count: int) -> None:
+        """Drop all but the first `count` sequences; the forest is then as it was when it held only these."""
+        assert 0 <= count <= len(self.sequences)
+        for index in range(len(self.sequences) - 1, count - 1, -1):
+            sequence, shared, parent = self.sequences[index], self.shared[index], self.parents[index]
+            if self.share_prefixes and shared < len(sequence):
+                if parent < 0:
+                    del self._roots[tuple(sequence[:2].tolist())]
+                else:
+                    del self._children[self._branch(sequence, shared, parent)]
+            self.num_tokens = self._first_node[index]
+        for state in (self.sequences, self.shared, self.parents, self._first_node):
+            del state[count:]
+
+    def layout(self) -> "ForestLayout":
+        """Order and sizes of the packed forest, which must not be empty.
+
+        Raises:
+            ValueError: the paths of all segments together hold more than 2^31 - 1 tokens (int32 offsets).
+        """
+        assert self.sequences
+        return _lay_out(self)
+
+    def _branch(self, sequence: Tokens, shared: int, parent: int) -> int:
+        """A key for (last shared node, token after the first one not shared); exact for any token.
+
+        Nodes are counted in insertion order. The token at `shared` itself agrees with the parent's, or the two would
+        have parted one node earlier.
+        """
+        node = self._first_node[parent] + shared - 1 - self.shared[parent]
+        if shared + 1 == len(sequence):
+            return node << 1
+        return int(sequence[shared + 1]) << 33 | node << 1 | 1
+
+
+def _common_prefix(a: Tokens, b: Tokens, agreed: int) -> int:
+    """Length of the longest common prefix of `a` and `b`, known to agree on `agreed` tokens."""
+    end, step = min(len(a), len(b)), 512
+    while agreed < end:
+        stop = min(agreed + step, end)
+        differs = a[agreed:stop] != b[agreed:stop]
+        first = int(differs.argmax())
+        if differs[first]:
+            return agreed + first
+        agreed, step = stop, step * 4
+    return end
+
+
+class Tail(NamedTuple):
+    """One tail on its way into the packed row."""
+
+    owner: int  # the sequence
+    start: int  # packed index of its first token
+    shared: int  # depth of its first token
+    path: NDArray[np.int64]  # (n,) packed index of every token of the sequence; a buffer reused by the next tail
+    copies: list[int]  # later sequences identical to this one
+
+
+@dataclass(frozen=True, slots=True)
+class ForestLayout:
+    """A forest in depth-first pre-order: what a packed row needs to know before it is written."""
+
+    forest: PrefixForest
+    order: list[int]  # owners of a tail, in pre-order
+    ends: dict[int, list[int]]  # owner -> depths at which a segment of its tail ends, rising
+    copies: dict[int, list[int]]  # owner -> later sequences identical to it
+    cu_seqlens_q: list[int]  # (S + 1) segment bounds in the row
+    cu_seqlens_k: list[int]  # (S + 1) bounds of the segments' root paths laid end to end
+    max_seqlens: tuple[int, int]  # the longest segment and the longest path
+
+    def tails(self) -> Iterator[Tail]:
+        """Every tail in packed order."""
+        forest, start = self.forest, 0
+        # Pre-order keeps the part of this buffer that a tail shares: all since its parent branched off deeper.
+        path = np.empty(self.max_seqlens[1], dtype=np.int64)
+        for index in self.order:
+            shared, length = forest.shared[index], len(forest.sequences[index])
+            stop = start + length - shared
+            path[shared:length] = np.arange(start, stop)
+            yield Tail(index, start, shared, path[:length], self.copies.get(index, []))
+            start = stop
+
+    def write(self, tail: Tail, input_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
+        """Copy one tail's tokens and depths into the row, (N,) each."""
+        length = len(tail.path)
+        stop = tail.start + length - tail.shared
+        input_ids[tail.start : stop] = self.forest.sequences[tail.owner][tail.shared :]
+        position_ids[tail.start : stop] = np.arange(tail.shared, length)
+
+    def write_kv_index(self, tail: Tail, segment: int, kv_index: NDArray[np.int64]) -> int:
+        """Copy the root paths of one tail's segments, the first of which is number `segment`, into `kv_index` (K,).
+
+        Returns the number of the next tail's first segment.
+        """
+        for end in self.ends[tail.owner]:
+            start = self.cu_seqlens_k[segment]
+            kv_index[start : start + end] = tail.path[:end]
+            segment += 1
+        return segment
+
+
+def _lay_out(forest: PrefixForest) -> ForestLayout:
+    roots: list[int] = []
+    children: dict[int, list[int]] = {}
+    copies: dict[int, list[int]] = {}
+    for index, (sequence, shared, parent) in enumerate(zip(forest.sequences, forest.shared, forest.parents)):
+        if shared == len(sequence):
+            copies.setdefault(parent, []).append(index)
+        elif parent < 0:
+            roots.append(index)
+        else:
+            children.setdefault(parent, []).append(index)
+
+    order: list[int] = []
+    ends: dict[int, list[int]] = {}
+    cu_seqlens_q, cu_seqlens_k = [0], [0]
+    start = longest_segment = longest_path = 0
+    stack = roots[::-1]
+    while stack:
+        index = stack.pop()
+        order.append(index)
+        shared, length = forest.shared[index], len(forest.sequences[index])
+        own = children.get(index, [])
+        # The deepest branch first, equal depths in insertion order (the sort is stable); a stack wants the reverse.
+        stack.extend(sorted(own, key=forest.shared.__getitem__, reverse=True)[::-1])
+        ends[index] = [*sorted({forest.shared[child] for child in own}), length]
+        begin = shared
+        for end in ends[index]:
+            cu_seqlens_q.append(start + end - shared)
+            cu_seqlens_k.append(cu_seqlens_k[-1] + end)
+            longest_segment = max(longest_segment, end - begin)
+            begin = end
+        longest_path = max(longest_path, length)
+        start += length - shared
+    if cu_seqlens_k[-1] > INT32_MAX:
+        raise ValueError(
+            f"the segments' paths in a packed row must hold at most {INT32_MAX} tokens, got {cu_seqlens_k[-1]}"
+        )
+    return ForestLayout(forest, order, ends, copies, cu_seqlens_q, cu_seqlens_k, (longest_segment, longest_path))

@@ -1,0 +1,320 @@
+"""One rank's row of a micro-batch: samples folded into a prefix forest, and the loss terms taken over it.
+
+`TreeRow` does what TRL 1.16's class of that name does, output bit for bit, without an object a token (see forest.py).
+
+A sample is a plain dict. A row reads `input_ids`, `completion_mask` (1 = trained) and `old_log_probs`, all (n,) numpy
+arrays or CPU tensors, and `advantage` and `group_id`. The arrays are kept, not copied: they must not be changed in
+place once a row has seen them.
+
+N: unique tokens, S: segments, K: keys gathered over all segments, M: loss terms (trained tokens with a predecessor).
+"""
+
+from array import array
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from treepack.scoring.forest import ForestLayout, Match, PrefixForest, Tail
+
+Sample = dict[str, Any]
+Buffers = dict[str, NDArray[Any]]
+
+# Loss terms in runs shorter than this on average are gathered one by one, longer ones copied as slices.
+SHORT_RUN = 32
+
+
+class Field(NamedTuple):
+    """One array of a packed row."""
+
+    size: str  # which of the row's sizes it has
+    dtype: DTypeLike
+    padding: int  # what fills it up to the longest row of a micro-batch
+
+
+ROW_FIELDS = {
+    "input_ids": Field("N", np.int64, 0),  # the collator pads with its pad_token_id
+    "position_ids": Field("N", np.int64, 0),
+    "shift_labels": Field("N", np.int64, -100),
+    "tree_kv_index": Field("K", np.int64, -1),
+    "tree_cu_seqlens_q": Field("S+1", np.int32, -1),
+    "tree_cu_seqlens_k": Field("S+1", np.int32, -1),
+    "tree_max_seqlens": Field("2", np.int64, 0),
+    "token_index": Field("M", np.int64, -1),
+    "old_log_probs": Field("M", np.float32, 0),
+    "advantages": Field("M", np.float32, 0),
+    "segment_id": Field("M", np.int64, 0),
+}
+
+
+class TreeRow:
+    """One rank's row: samples whose common prefixes are forwarded once.
+
+    Args:
+        share_prefixes: False makes every sample a chain of its own (plain padding-free packing).
+
+    Attributes:
+        samples: the samples in the order they were added.
+        groups: the `group_id`s of these.
+
+    Source: `TreeRow` of `trl.experimental.async_grpo.packing` (TRL 1.16), whose place it can take.
+    """
+
+    __slots__ = ("_forest", "_load", "_seen", "_trained", "groups", "samples")
+
+    def __init__(self, *, share_prefixes: bool = True) -> None:
+        self.samples: list[Sample] = []
+        self.groups: set[Any] = set()
+        self._forest = PrefixForest(share_prefixes=share_prefixes)
+        # Running totals after each sample, so that a rollback reads them off instead of recounting.
+        self._trained = array("q", [0])
+        self._load = array("q", [0])
+        # The last look-up: the planner asks `fits`, then calls `add` with the same sample.
+        self._seen: tuple[Any, Match] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the unique tokens the row forwards."""
+        return self._forest.num_tokens
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """(N,) the unique tokens in the order they were added."""
+        tails = [ids[shared:] for ids, shared in zip(self._forest.sequences, self._forest.shared)]
+        return np.concatenate(tails, dtype=np.int64) if tails else np.empty(0, dtype=np.int64)
+
+    @property
+    def trained(self) -> int:
+        """Trained tokens over all samples; prefix sharing does not shrink them."""
+        return self._trained[-1]
+
+    @property
+    def load(self) -> int:
+        """Attention cost: the number of keys each unique token sees, summed."""
+        return self._load[-1]
+
+    def fits(self, sample: Sample, budget: int) -> bool:
+        """Whether the row stays within `budget` unique and `budget` trained tokens with `sample` added."""
+        length = len(sample["input_ids"])
+        if max(self.num_tokens, self.trained) + length <= budget:
+            return True
+        if self.num_tokens > budget or self.trained + _count_trained(sample["completion_mask"]) > budget:
+            return False
+        return self.num_tokens + length - self._match(sample["input_ids"]).shared <= budget
+
+    def add(self, sample: Sample) -> None:
+        """Append `sample` to the row.
+
+        Raises:
+            ValueError: an array is empty or not one-dimensional, their lengths differ, or the row would hold more than
+                2^31 - 1 tokens.
+            TypeError: `input_ids` are not integers or `old_log_probs` not floating point (None stands for a missing
+                log-probability in some sources: it must not pass as 0).
+        """
+        ids, mask = _checked_arrays(sample, len(self.samples))
+        match = self._match(sample["input_ids"])
+        self._seen = None
+        self._forest.append(ids, match)
+        self.samples.append(sample)
+        self.groups.add(sample["group_id"])
+        self._trained.append(self.trained + int(np.count_nonzero(mask)))
+        length, shared = len(ids), match.shared
+        self._load.append(self.load + (length * (length + 1) - shared * (shared + 1)) // 2)
+
+    def truncate(self, num_samples: int) -> None:
+        """Roll the row back to its first `num_samples` samples, exactly as it was then.
+
+        Raises:
+            ValueError: the row holds fewer samples.
+        """
+        if not 0 <= num_samples <= len(self.samples):
+            raise ValueError(f"num_samples must be within 0..{len(self.samples)}, got {num_samples}")
+        self._seen = None
+        self._forest.truncate(num_samples)
+        del self.samples[num_samples:], self._trained[num_samples + 1 :], self._load[num_samples + 1 :]
+        self.groups = {sample["group_id"] for sample in self.samples}
+
+    def layout(self) -> "RowLayout":
+        """Sizes and order of the packed row, ready to be written.
+
+        Raises:
+            ValueError: the row is empty, or its paths hold more than 2^31 - 1 tokens together.
+        """
+        if not self.samples:
+            raise ValueError("a row must hold at least one sample to be packed, got none")
+        targets = [LossTargets.of(np.asarray(sample["completion_mask"])) for sample in self.samples]
+        offsets = np.cumsum([0, *(target.count for target in targets)]).tolist()
+        return RowLayout(self._forest.layout(), list(self.samples), targets, offsets)
+
+    def pack(self) -> dict[str, torch.Tensor]:
+        """The row in depth-first pre-order of its forest, and the loss terms over it.
+
+        Returns:
+            - `input_ids`, `position_ids` (N,) int64: the unique tokens, and each one's depth (0-based).
+            - `shift_labels` (N,) int64: the next token where some sample trains it, else -100.
+            - `tree_kv_index` (K,) int64: packed indices of the root-to-segment paths of all segments, end to end.
+            - `tree_cu_seqlens_q`, `tree_cu_seqlens_k` (S + 1,) int32: segment bounds in the row, path bounds in
+              `tree_kv_index`.
+            - `tree_max_seqlens` (2,) int64: the longest segment, the longest path.
+            - `token_index` (M,) int64: packed index of the predecessor of each trained token, which predicts it.
+            - `old_log_probs`, `advantages` (M,) float32, `segment_id` (M,) int64: of each trained token; `segment_id`
+              is the index of its sample in `samples`.
+
+        Raises:
+            ValueError: the row is empty, its paths hold more than 2^31 - 1 tokens together, or the old
+                log-probability of a trained token is NaN.
+        """
+        layout = self.layout()
+        sizes = layout.sizes
+        buffers = {name: np.empty(sizes[field.size], dtype=field.dtype) for name, field in ROW_FIELDS.items()}
+        layout.write(buffers)
+        return {name: torch.from_numpy(buffer) for name, buffer in buffers.items()}
+
+    def _match(self, input_ids: Any) -> Match:
+        if self._seen is None or self._seen[0] is not input_ids:
+            self._seen = (input_ids, self._forest.match(np.asarray(input_ids)))
+        return self._seen[1]
+
+
+class ScoredRow(TreeRow):
+    """A `TreeRow` that also carries what is scored with its groups but not trained.
+
+    Attributes:
+        extras: (scorer index, group_id, uid, inputs) of each extra sequence; all of a group's are on one row.
+        reward_names: the reward columns of the optimizer step, sorted; set by the planner on all rows of the step.
+    """
+
+    __slots__ = ("extras", "reward_names")
+
+    def __init__(self, *, share_prefixes: bool = True) -> None:
+        super().__init__(share_prefixes=share_prefixes)
+        self.extras: list[tuple[int, int, int, dict[str, Any]]] = []
+        self.reward_names: tuple[str, ...] = ()
+
+    def truncate(self, num_samples: int) -> None:
+        """Roll the row back to its first `num_samples` samples; extras of groups no longer here go too."""
+        super().truncate(num_samples)
+        self.extras = [extra for extra in self.extras if extra[1] in self.groups]
+
+
+@dataclass(frozen=True, slots=True)
+class LossTargets:
+    """The trained positions of one sample. Position 0 has no predecessor, so it is never one of them."""
+
+    count: int
+    runs: list[tuple[int, int]]  # (start, stop) of each run of trained positions; empty when `positions` is given
+    positions: NDArray[np.int64] | None  # (count,) the positions themselves, where runs are too short to pay
+
+    @classmethod
+    def of(cls, mask: NDArray[Any]) -> "LossTargets":
+        """The targets of a completion mask (n,), n > 0."""
+        trained = mask != 0
+        trained[0] = False
+        edges = np.flatnonzero(trained[1:] != trained[:-1]) + 1
+        if len(edges) % 2:
+            edges = np.append(edges, len(trained))
+        count = int(edges[1::2].sum() - edges[::2].sum())
+        if count < SHORT_RUN * (len(edges) // 2):
+            return cls(count, [], np.flatnonzero(trained))
+        bounds = edges.tolist()
+        return cls(count, list(zip(bounds[::2], bounds[1::2])), None)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """A row about to be packed: what it needs to be told apart from where it is written to."""
+
+    forest: ForestLayout
+    samples: list[Sample]
+    targets: list[LossTargets]
+    offsets: list[int]  # (samples + 1) bounds of each sample's loss terms
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Lengths of the packed arrays, by `Field.size`."""
+        forest = self.forest
+        return {
+            "N": forest.cu_seqlens_q[-1],
+            "K": forest.cu_seqlens_k[-1],
+            "S+1": len(forest.cu_seqlens_q),
+            "2": 2,
+            "M": self.offsets[-1],
+        }
+
+    def write(self, buffers: Buffers) -> None:
+        """Write every array of `ROW_FIELDS` into `buffers`, each of exactly the length that `sizes` tells.
+
+        Raises:
+            ValueError: the old log-probability of a trained token is NaN.
+        """
+        buffers["tree_cu_seqlens_q"][:] = self.forest.cu_seqlens_q
+        buffers["tree_cu_seqlens_k"][:] = self.forest.cu_seqlens_k
+        buffers["tree_max_seqlens"][:] = self.forest.max_seqlens
+        buffers["shift_labels"].fill(-100)
+        segment = 0
+        for tail in self.forest.tails():
+            self.forest.write(tail, buffers["input_ids"], buffers["position_ids"])
+            segment = self.forest.write_kv_index(tail, segment, buffers["tree_kv_index"])
+            for index in (tail.owner, *tail.copies):
+                if self.targets[index].count:
+                    self._write_terms(index, tail, buffers)
+        log_probs = buffers["old_log_probs"]
+        if np.isnan(log_probs.sum()) and np.isnan(log_probs).any():
+            index = int(buffers["segment_id"][np.isnan(log_probs).argmax()])
+            raise ValueError(f"old_log_probs of a trained token must not be NaN, got one in sample {index} of the row")
+
+    def _write_terms(self, index: int, tail: Tail, buffers: Buffers) -> None:
+        """Write the loss terms of one sample, whose packed path is the tail's."""
+        sample, target = self.samples[index], self.targets[index]
+        ids, old_log_probs = self.forest.forest.sequences[index], np.asarray(sample["old_log_probs"])
+        start, stop = self.offsets[index], self.offsets[index + 1]
+        token_index, log_probs = buffers["token_index"][start:stop], buffers["old_log_probs"][start:stop]
+        labels = buffers["shift_labels"]
+        buffers["advantages"][start:stop] = sample["advantage"]
+        buffers["segment_id"][start:stop] = index
+        if target.positions is not None:
+            np.take(tail.path, target.positions - 1, out=token_index)
+            np.take(old_log_probs, target.positions, out=log_probs)
+            labels[token_index] = ids[target.positions]
+            return
+        # A predecessor in this tail has its label at a fixed distance; one on the shared path is looked up.
+        own, shift = tail.shared + 1, tail.start - tail.shared - 1
+        done = 0
+        for first, last in target.runs:
+            count = last - first
+            token_index[done : done + count] = tail.path[first - 1 : last - 1]
+            log_probs[done : done + count] = old_log_probs[first:last]
+            split = min(max(first, own), last)
+            labels[tail.path[first - 1 : split - 1]] = ids[first:split]
+            labels[split + shift : last + shift] = ids[split:last]
+            done += count
+
+
+_counted: tuple[Any, int] = (None, 0)
+
+
+def _count_trained(mask: Any) -> int:
+    """Trained tokens of a mask (n,). A planner asks many rows about one sample: the last answer is kept."""
+    global _counted
+    if _counted[0] is not mask:
+        _counted = (mask, int(np.count_nonzero(np.asarray(mask))))
+    return _counted[1]
+
+
+def _checked_arrays(sample: Sample, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """`input_ids` and `completion_mask` of the sample that becomes number `index` of its row."""
+    ids, mask, log_probs = (np.asarray(sample[name]) for name in ("input_ids", "completion_mask", "old_log_probs"))
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError(f"input_ids of sample {index} must be (n,) with n > 0, got shape {ids.shape}")
+    if mask.shape != ids.shape or log_probs.shape != ids.shape:
+        raise ValueError(
+            f"completion_mask and old_log_probs of sample {index} must be {ids.shape} like its input_ids, "
+            f"got {mask.shape} and {log_probs.shape}"
+        )
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"input_ids of sample {index} must be integers, got {ids.dtype}")
+    if log_probs.dtype.kind != "f":
+        raise TypeError(f"old_log_probs of sample {index} must be floating point, got {log_probs.dtype}")
+    return ids, mask
