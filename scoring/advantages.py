@@ -103,7 +103,7 @@ def group_advantages(
     rollouts = np.arange(count) if rollout_ids is None else _int64("rollout_ids", rollout_ids, count)
 
     per_row = combine_rewards(columns[:, None] if columns.ndim == 1 else columns, weights)
-    of_row, last_row = _rollouts(groups, rollouts)
+    of_row, last_row = last_rows(groups, rollouts)
     advantage = _rollout_advantages(per_row[last_row], groups[last_row], estimator, scale)
     return advantage[of_row]
 
@@ -116,7 +116,7 @@ def _int64(name: str, values: Any, count: int | None = None) -> Int64:
     return array.astype(np.int64)
 
 
-def _rollouts(groups: Int64, rollouts: Int64) -> tuple[Int64, Int64]:
+def last_rows(groups: Int64, rollouts: Int64) -> tuple[Int64, Int64]:
     """Index of each row's rollout, and the last row of each rollout."""
     pairs = np.stack([groups, rollouts], axis=1)
     order = np.lexsort((rollouts, groups))  # stable: rows of a rollout stay in the order they came

@@ -1,0 +1,356 @@
+"""score_step: a step's samples are scored, their advantages written in, and what carries no gradient taken out."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from treepack.scoring.advantages import combine_rewards, group_advantages, last_rows
+from treepack.scoring.samples import FILLER_UID, FIRST_EXTRA_UID
+from treepack.scoring.scorer import TrainerScorer
+from treepack.scoring.sequences import chunk_inputs
+from treepack.scoring.trainer import LossNormalization, ScoringTrainer
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+Metrics = dict[str, float | tuple[float, float]]
+
+TRAINED = ""
+
+_SAMPLE_FIELDS = ("group", "rollout", "truncated", "trained_tokens")
+
+
+@dataclass(frozen=True)
+class StepScores:
+    """What one optimizer step's samples got, in order of uid.
+
+    Attributes:
+        names: the C reward columns: the rollouts' own by sorted name, then the scorers'.
+        uids: (B,) int64.
+        rewards: (B, C) float64, NaN = not applicable.
+        advantages: (B,) float64; 0 for a sample without signal.
+        trained_tokens: (B,) int64, loss terms left in the step.
+        reasons: why a sample is not trained, "" where it is: "truncated" (under mask_truncated_completions),
+            "unscorable" (no reward applies), "zero_advantage", "no_trained_token" (an empty completion mask).
+        metrics: TRL's metric families; a (numerator, denominator) pair is a rate.
+    """
+
+    names: tuple[str, ...]
+    uids: Int64
+    rewards: Float64
+    advantages: Float64
+    trained_tokens: Int64
+    reasons: tuple[str, ...]
+    metrics: Metrics
+
+
+def score_step(trainer: ScoringTrainer, batches: Sequence[dict[str, Any]]) -> StepScores | None:
+    """Score one optimizer step's micro-batches in place.
+
+    Runs each scorer on the process's rows of every micro-batch, gathers the features, computes group rewards and
+    advantages, writes the advantages into the micro-batches, and takes samples without gradient (zero advantage,
+    unscorable, truncated under `mask_truncated_completions`) out of the loss and of `global_n_tokens`, which is what
+    dropping them before packing would have done. A row left without a loss term keeps one of advantage 0, outside
+    `global_n_tokens`, so that the loss has a graph.
+
+    Args:
+        trainer: has accelerator, model, scorers and args as in `ScoringTrainer`. `trainer.model` is in eval mode while
+            scorers run, under `accelerator.autocast()` and without gradient, and gets its mode back.
+        batches: the micro-batches of one step as `ScoringCollator` made them, this process's rows in dim 0. Their
+            "scoring" entry is consumed.
+
+    Returns:
+        The step's scores on the main process, None on the others.
+
+    Raises:
+        ValueError: a micro-batch without "scoring", or a scorer whose uids or rewards do not match the samples.
+        NotImplementedError: more than one process.
+    """
+    start = time.perf_counter()
+    lacking = [m for m, batch in enumerate(batches) if "scoring" not in batch]
+    if not batches or lacking:
+        raise ValueError(
+            f"batches must be micro-batches of ScoringCollator, got none with 'scoring' at {lacking or 'all'}"
+        )
+    if trainer.accelerator.num_processes != 1:
+        raise NotImplementedError(
+            f"score_step runs on one process, got num_processes {trainer.accelerator.num_processes}"
+        )
+    scoring = [batch.pop("scoring") for batch in batches]
+    table = _SampleTable.of(scoring)
+    extras = _ExtraTable.of(scoring)
+    names = _reward_names(scoring[0]) + tuple(scorer.name for scorer in trainer.scorers)
+    rewards = table.rewards
+    metrics: Metrics = {}
+    for index, scorer in enumerate(trainer.scorers):
+        features = _gather_features(trainer, scorer, index, scoring)
+        column, scorer_metrics = _group_rewards(scorer, features, table, extras.of_scorer(index))
+        rewards = np.concatenate([rewards, column[:, None]], axis=1)
+        metrics |= scorer_metrics
+
+    weights = _column_weights(trainer.args.reward_weights, names)
+    reward = combine_rewards(rewards, weights)
+    advantages = group_advantages(
+        rewards,
+        table.group,
+        table.rollout,
+        weights=weights,
+        estimator=trainer.args.advantage_estimator,
+        scale=trainer.args.scale_rewards,
+    )
+    reasons = _reasons(table, reward, advantages, trainer.args.mask_truncated_completions)
+    trained_tokens = np.where([reason == TRAINED for reason in reasons], table.tokens, 0)
+    _write_back(batches, table, advantages, trained_tokens, trainer.args.loss_normalization)
+    if not trainer.accelerator.is_main_process:
+        return None
+    metrics |= _reward_metrics(names, rewards, reward, table)
+    metrics["perf/score_s"] = time.perf_counter() - start
+    return StepScores(names, table.uid, rewards, advantages, trained_tokens, reasons, metrics)
+
+
+@dataclass(frozen=True)
+class _SampleTable:
+    """The step's samples by rising uid, fillers left out."""
+
+    uid: Int64  # (B,)
+    group: Int64
+    rollout: Int64
+    truncated: npt.NDArray[np.bool_]
+    tokens: Int64  # loss terms each sample came with
+    rewards: Float64  # (B, C), the rollouts' own columns
+    place: Int64  # (B, 3): micro-batch, row of this process, column (segment_id)
+
+    @staticmethod
+    def of(scoring: Sequence[dict[str, Any]]) -> "_SampleTable":
+        parts: list[list[npt.NDArray[Any]]] = []
+        for m, entry in enumerate(scoring):
+            uid = entry["uid"].cpu().numpy()
+            row, column = np.nonzero(uid >= 0)
+            fields = [
+                entry[key].cpu().numpy()[row, column] for key in ("group", "rollout", "truncated", "trained_tokens")
+            ]
+            rewards = entry["rewards"].cpu().numpy()[row, column]
+            parts.append([uid[row, column], *fields, rewards, np.stack([np.full_like(row, m), row, column], axis=1)])
+        uid, group, rollout, truncated, tokens, rewards, place = (np.concatenate(column) for column in zip(*parts))
+        order = np.argsort(uid, kind="stable")
+        uid = uid[order]
+        twice = uid[1:][uid[1:] == uid[:-1]]
+        if len(twice):
+            raise ValueError(f"uid must be unique in a step, got {int(twice[0])} twice")
+        return _SampleTable(
+            uid,
+            group[order],
+            rollout[order],
+            truncated[order].astype(bool),
+            tokens[order],
+            rewards[order],
+            place[order],
+        )
+
+
+@dataclass(frozen=True)
+class _ExtraTable:
+    """The step's group extras, in the order `group_extras` gave them (falling uid)."""
+
+    uid: Int64
+    group: Int64
+    scorer: Int64
+
+    @staticmethod
+    def of(scoring: Sequence[dict[str, torch.Tensor]]) -> "_ExtraTable":
+        keys = ("extra_uid", "extra_group", "extra_scorer")
+        uid, group, scorer = (
+            np.concatenate([entry[key].cpu().numpy().reshape(-1) for entry in scoring]) for key in keys
+        )
+        order = np.argsort(-uid, kind="stable")
+        order = order[uid[order] <= FIRST_EXTRA_UID]
+        return _ExtraTable(uid[order], group[order], scorer[order])
+
+    def of_scorer(self, index: int) -> "_ExtraTable":
+        mine = self.scorer == index
+        return _ExtraTable(self.uid[mine], self.group[mine], self.scorer[mine])
+
+
+@dataclass(frozen=True)
+class _Features:
+    uid: Int64  # (S,) rising
+    values: torch.Tensor  # (S, F) float32 on the CPU
+
+    def of(self, uids: Int64, scorer: TrainerScorer) -> torch.Tensor:
+        at = np.minimum(np.searchsorted(self.uid, uids), len(self.uid) - 1)
+        missing = uids[self.uid[at] != uids] if len(self.uid) else uids
+        if len(missing):
+            raise ValueError(
+                f"scorer {scorer.name!r} must give features of every sequence, got none of uid {int(missing[0])}"
+            )
+        return self.values[torch.from_numpy(at)]
+
+
+@contextmanager
+def _scoring_mode(trainer: ScoringTrainer) -> Iterator[None]:
+    """Eval mode, autocast and no gradient: set, since TRL's first forward of a step finds another mode."""
+    training = trainer.model.training
+    trainer.model.eval()
+    try:
+        with torch.no_grad(), trainer.accelerator.autocast():
+            yield
+    finally:
+        trainer.model.train(training)
+
+
+def _gather_features(
+    trainer: ScoringTrainer, scorer: TrainerScorer, index: int, scoring: Sequence[dict[str, Any]]
+) -> _Features:
+    """Features of all sequences of the step: one `features` call a micro-batch, row and chunk, whatever it holds."""
+    uids, values = [], []
+    with _scoring_mode(trainer):
+        for entry in scoring:
+            tensors = entry["scorers"][str(index)]
+            for row in range(entry["uid"].shape[0]):
+                for chunk in chunk_inputs({key: tensor[row : row + 1] for key, tensor in tensors.items()}):
+                    uid, value = scorer.features(trainer, chunk)
+                    if value.ndim != 2 or uid.shape != value.shape[:1]:
+                        raise ValueError(
+                            f"scorer {scorer.name!r} must give uids (S,) and features (S, F), got "
+                            f"{tuple(uid.shape)} and {tuple(value.shape)}"
+                        )
+                    uids.append(uid.cpu())
+                    values.append(value.detach().to("cpu", torch.float32))
+    widths = {value.shape[1] for value in values}
+    if len(widths) != 1:
+        raise ValueError(f"scorer {scorer.name!r} must give features of one width everywhere, got {sorted(widths)}")
+    uid, order = torch.sort(torch.cat(uids))
+    kept = uid != FILLER_UID
+    uid, order = uid[kept], order[kept]
+    if (twice := uid[1:][uid[1:] == uid[:-1]]).numel():
+        raise ValueError(f"scorer {scorer.name!r} must give one feature a sequence, got uid {int(twice[0])} twice")
+    return _Features(uid.numpy(), torch.cat(values)[order])
+
+
+def _group_rewards(
+    scorer: TrainerScorer, features: _Features, table: _SampleTable, extras: _ExtraTable
+) -> tuple[Float64, dict[str, float]]:
+    """The scorer's column (B,), and its metrics averaged over the groups that have them."""
+    column = np.full(len(table.uid), np.nan)
+    metrics: dict[str, list[float]] = {}
+    for group in np.unique(table.group):
+        members = np.flatnonzero(table.group == group)
+        rewards, group_metrics = scorer.group_rewards(
+            features.of(table.uid[members], scorer), features.of(extras.uid[extras.group == group], scorer)
+        )
+        values = rewards.detach().cpu().numpy() if isinstance(rewards, torch.Tensor) else np.asarray(rewards)
+        if values.shape != members.shape:
+            raise ValueError(
+                f"scorer {scorer.name!r} must give one reward a sample, got shape {values.shape} for the "
+                f"{len(members)} samples of group {int(group)}"
+            )
+        column[members] = values
+        for name, value in group_metrics.items():
+            metrics.setdefault(name, []).append(float(value))
+    if np.isinf(column).any():
+        uid = int(table.uid[np.isinf(column)][0])
+        raise ValueError(f"scorer {scorer.name!r} must give finite rewards or NaN, got an infinite one for uid {uid}")
+    return column, {name: _mean(np.asarray(values)) for name, values in metrics.items()}
+
+
+def _reward_names(scoring: dict[str, torch.Tensor]) -> tuple[str, ...]:
+    """The names of the rollouts' own columns, which travel as bytes since only tensors reach every rank."""
+    text = bytes(scoring["reward_names"][0].cpu().numpy()).rstrip(b"\0").decode()
+    return tuple(text.split("\0")) if text else ()
+
+
+def _column_weights(
+    weights: Sequence[float] | Mapping[str, float] | None, names: tuple[str, ...]
+) -> list[float] | None:
+    if weights is None:
+        return None
+    if isinstance(weights, Mapping):
+        return [float(weights.get(name, 1.0)) for name in names]
+    if len(weights) != len(names):
+        raise ValueError(f"reward_weights must have one weight for each of {list(names)}, got {list(weights)}")
+    return [float(weight) for weight in weights]
+
+
+def _reasons(
+    table: _SampleTable, reward: Float64, advantages: Float64, mask_truncated_completions: bool
+) -> tuple[str, ...]:
+    unscorable = np.isnan(reward) & (advantages == 0)
+    conditions = [
+        table.tokens == 0,
+        table.truncated & mask_truncated_completions,
+        unscorable,
+        advantages == 0,
+    ]
+    reasons = ["no_trained_token", "truncated", "unscorable", "zero_advantage"]
+    return tuple(str(reason) for reason in np.select(conditions, reasons, default=TRAINED))
+
+
+def _write_back(
+    batches: Sequence[dict[str, Any]],
+    table: _SampleTable,
+    advantages: Float64,
+    trained_tokens: Int64,
+    normalization: LossNormalization,
+) -> None:
+    for m, batch in enumerate(batches):
+        for row in range(batch["segment_id"].shape[0]):
+            here = (table.place[:, 0] == m) & (table.place[:, 1] == row)
+            columns = int(batch["segment_id"][row].max()) + 1
+            advantage, trained = np.zeros(columns, np.float32), np.zeros(columns, bool)
+            here &= table.place[:, 2] < columns
+            advantage[table.place[here, 2]] = advantages[here]
+            trained[table.place[here, 2]] = trained_tokens[here] > 0
+            _write_row(batch, row, torch.from_numpy(advantage), torch.from_numpy(trained))
+    of_batch = np.bincount(table.place[:, 0], trained_tokens, minlength=len(batches)).astype(np.float64)
+    for batch, num_tokens in zip(batches, _normalizers(of_batch, normalization), strict=True):
+        batch["global_n_tokens"].fill_(num_tokens)
+
+
+def _write_row(batch: dict[str, Any], row: int, advantage: torch.Tensor, trained: torch.Tensor) -> None:
+    """Write advantages (by segment_id) into one row's loss terms and take out those of samples that train nothing."""
+    token_index, segment_id = batch["token_index"][row], batch["segment_id"][row]
+    live = (token_index >= 0) & trained.to(segment_id.device)[segment_id]
+    batch["advantages"][row] = torch.where(live, advantage.to(segment_id.device)[segment_id], 0.0)
+    token_index[~live] = -1
+    labels = batch["shift_labels"][row]
+    targets = torch.zeros_like(labels, dtype=torch.bool)
+    targets[token_index[live]] = True
+    labels[~targets] = -100
+    if not live.any():
+        token_index[0], segment_id[0], batch["old_log_probs"][row, 0] = 0, 0, 0.0
+
+
+def _normalizers(tokens: Float64, normalization: LossNormalization) -> Float64:
+    """`global_n_tokens` of each micro-batch, given its loss terms.
+
+    TRL's loss divides a micro-batch's sum by it and by the number G of micro-batches. "step" wants the sum over the
+    step divided by the step's tokens; "microbatch" a mean over the micro-batches that hold any.
+    """
+    if normalization == "step":
+        return np.full(len(tokens), tokens.sum() / len(tokens))
+    return tokens * (np.count_nonzero(tokens) / len(tokens))
+
+
+def _reward_metrics(names: tuple[str, ...], rewards: Float64, reward: Float64, table: _SampleTable) -> Metrics:
+    """TRL's reward metrics, over rollouts (each votes once, with its last row)."""
+    _, last = last_rows(table.group, table.rollout)
+    scored = last[~np.isnan(reward[last])]
+    groups = [reward[scored[table.group[scored] == group]] for group in np.unique(table.group[scored])]
+    flat = sum(members.max() == members.min() for members in groups)
+    return {
+        "reward": _mean(reward[last]),
+        "reward_std": _mean(np.array([members.std() for members in groups])),
+        "frac_reward_zero_std": (float(flat), float(len(groups))),
+        **{f"rewards/{name}": _mean(rewards[last, i]) for i, name in enumerate(names)},
+    }
+
+
+def _mean(values: Float64) -> float:
+    """Mean of what is not NaN; NaN where nothing is left."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
