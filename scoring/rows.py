@@ -18,8 +18,8 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from treepack.scoring.forest import ForestLayout, Match, PrefixForest, Tail
+from treepack.scoring.samples import Sample
 
-Sample = dict[str, Any]
 Buffers = dict[str, NDArray[Any]]
 
 # Loss terms in runs shorter than this on average are gathered one by one, longer ones copied as slices.
