@@ -1,0 +1,330 @@
+"""`tree_attention`: validation, the `torch.library` ops with their fakes and gradients, and dispatch.
+
+The ops take a plan's two tensors, not the plan, so they trace: `torch.compile(fullgraph=True)`, `torch.func`,
+checkpointing and `torch.library.opcheck` all work. A device's kernel registers on the same op.
+
+Legend: H query heads, K kv heads, N tokens, D head dim, V value dim.
+"""
+
+import math
+from typing import Any, Literal, get_args, overload
+
+import torch
+from torch import Tensor
+
+from treepack.kernels import cpu
+from treepack.kernels.plan import TreePlan
+from treepack.kernels.reference import reference_attention
+
+Backend = Literal["triton", "cpu", "flash", "reference"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@overload
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    plan: TreePlan | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: Literal[False] = False,
+    backend: Backend | None = None,
+) -> Tensor: ...
+
+
+@overload
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    plan: TreePlan | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: Literal[True],
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    plan: TreePlan | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: Backend | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of a prefix forest packed into one row: each token sees its ancestors and itself.
+
+    The row lists the forest's tokens in depth-first pre-order, each shared prefix once. The result equals attention of
+    every root-to-leaf sequence alone. Differentiable in q, k, v and sinks, through both outputs.
+
+    Args:
+        q: queries (N, H, D); float16, bfloat16, float32 or float64. Any strides.
+        k: keys (N, K, D), in q's dtype and on its device; H must be a multiple of K.
+        v: values (N, K, V), likewise; V may differ from D.
+        position_ids: (N,) or (1, N) integer, the 0-based depth of each token in its sequence. Exactly one of
+            `position_ids` and `plan` is given.
+        plan: the row's `TreePlan`; share one between layers, so that it is built once.
+        scale: factor of the scores q.k, 1 / sqrt(D) by default.
+        sliding_window: a token sees only the last `sliding_window` tokens of its path, itself included (depth[i] -
+            depth[j] < sliding_window), whatever lies between them in the row.
+        softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2.
+        sinks: (H,) attention sinks, one logit a head that only joins the softmax's denominator, as in gpt-oss.
+        deterministic: results and gradients repeat bit for bit. The CPU and reference backends always do.
+        return_lse: also return the log-sum-exp of the scores.
+        backend: "cpu" or "reference" (dense float64, any device); None picks by q's device. A named backend runs or
+            raises; nothing falls back silently.
+
+    Returns:
+        out (N, H, V) in q's dtype; with `return_lse` also lse (H, N), natural log, without the sinks, float32
+        (float64 for float64 inputs).
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, devices or values do not fit together, or `position_ids` is no depth-first forest.
+        NotImplementedError: the backend is not available for these tensors.
+    """
+    _check_inputs(q, k, v)
+    _check_options(q, scale, sliding_window, softcap, sinks)
+    chosen = _choose_backend(backend, q)
+    subtree_end, depth = _plan_tensors(position_ids, plan, q)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if chosen == "reference":
+        out, lse = reference_attention(
+            q,
+            k,
+            v,
+            TreePlan(subtree_end, depth),
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        out, lse = out.to(q.dtype), lse.to(_lse_dtype(q))
+    else:
+        out, lse = _attention(q, k, v, sinks, subtree_end, depth, scale, sliding_window, softcap)
+    return (out, lse) if return_lse else out
+
+
+@torch.library.custom_op("treepack::tree_plan", mutates_args=())
+def _plan(position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    plan = TreePlan.from_position_ids(position_ids)
+    return plan.subtree_end, plan.depth
+
+
+@_plan.register_fake
+def _(position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    num_tokens = position_ids.shape[-1]
+    return (
+        position_ids.new_empty(num_tokens, dtype=torch.int32),
+        position_ids.new_empty(num_tokens, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("treepack::tree_attention", mutates_args=(), device_types="cpu")
+def _attention(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKV: Tensor,
+    sinks_H: Tensor | None,
+    subtree_end: Tensor,
+    depth: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    options = cpu.Options(scale, sliding_window, softcap)
+    return cpu.attention_forward(q_NHD, k_NKD, v_NKV, sinks_H, TreePlan(subtree_end, depth), options)
+
+
+@_attention.register_fake
+def _(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKV: Tensor,
+    sinks_H: Tensor | None,
+    subtree_end: Tensor,
+    depth: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    num_tokens, heads, _ = q_NHD.shape
+    out = q_NHD.new_empty(num_tokens, heads, v_NKV.shape[2])
+    return out, q_NHD.new_empty(heads, num_tokens, dtype=_lse_dtype(q_NHD))
+
+
+@torch.library.custom_op("treepack::tree_attention_backward", mutates_args=(), device_types="cpu")
+def _attention_backward(
+    grad_out_NHV: Tensor | None,
+    grad_lse_HN: Tensor | None,
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKV: Tensor,
+    sinks_H: Tensor | None,
+    subtree_end: Tensor,
+    depth: Tensor,
+    out_NHV: Tensor,
+    lse_HN: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, grad_sinks = cpu.attention_backward(
+        grad_out_NHV,
+        grad_lse_HN,
+        q_NHD,
+        k_NKD,
+        v_NKV,
+        sinks_H,
+        out_NHV,
+        lse_HN,
+        TreePlan(subtree_end, depth),
+        cpu.Options(scale, sliding_window, softcap),
+    )
+    # An op's outputs are not optional: without sinks the last one is empty.
+    return dq, dk, dv, q_NHD.new_empty(0) if grad_sinks is None else grad_sinks
+
+
+@_attention_backward.register_fake
+def _(
+    grad_out_NHV: Tensor | None,
+    grad_lse_HN: Tensor | None,
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKV: Tensor,
+    sinks_H: Tensor | None,
+    subtree_end: Tensor,
+    depth: Tensor,
+    out_NHV: Tensor,
+    lse_HN: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_sinks = q_NHD.new_empty(0) if sinks_H is None else sinks_H.new_empty(sinks_H.shape)
+    grads = (tensor.new_empty(tensor.shape) for tensor in (q_NHD, k_NKD, v_NKV))
+    return *grads, grad_sinks  # type: ignore[return-value]  # mypy does not count a generator's items
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, subtree_end, depth, *options = inputs
+    ctx.save_for_backward(q, k, v, sinks, subtree_end, depth, *output)
+    ctx.options = options
+    # An output without a gradient then arrives as None and costs nothing.
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, subtree_end, depth, out, lse = ctx.saved_tensors
+    dq, dk, dv, grad_sinks = _attention_backward(
+        grad_out, grad_lse, q, k, v, sinks, subtree_end, depth, out, lse, *ctx.options
+    )
+    return dq, dk, dv, None if sinks is None else grad_sinks, None, None, None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _choose_backend(backend: Backend | None, q: Tensor) -> Backend:
+    if backend is not None and backend not in get_args(Backend):
+        raise ValueError(f"backend must be None or one of {', '.join(get_args(Backend))}, got {backend!r}")
+    on_cpu = q.device.type == "cpu"
+    chosen: Backend = backend or ("cpu" if on_cpu else "triton")
+    if chosen == "cpu" and not on_cpu:
+        raise ValueError(f"backend 'cpu' must get tensors on a CPU, got {q.device}")
+    if chosen in ("triton", "flash"):
+        raise NotImplementedError(
+            f"backend must be 'cpu' (tensors on a CPU) or 'reference' (any device, dense) in this version, "
+            f"got {backend!r} with tensors on {q.device}"
+        )
+    return chosen
+
+
+def _plan_tensors(position_ids: Tensor | None, plan: TreePlan | None, q: Tensor) -> tuple[Tensor, Tensor]:
+    if (position_ids is None) == (plan is None):
+        given = "neither" if plan is None else "both"
+        raise ValueError(f"exactly one of position_ids and plan must be given, got {given}")
+    if plan is not None:
+        if not isinstance(plan, TreePlan):
+            raise TypeError(f"plan must be a TreePlan, got {type(plan).__name__}")
+        name, device, num_tokens = "plan", plan.depth.device, plan.num_tokens
+    else:
+        assert position_ids is not None
+        if not isinstance(position_ids, Tensor):
+            raise TypeError(f"position_ids must be a tensor, got {type(position_ids).__name__}")
+        name, device, num_tokens = "position_ids", position_ids.device, position_ids.numel()
+    if num_tokens != q.shape[0]:
+        raise ValueError(f"{name} must cover the {q.shape[0]} tokens of q, got {num_tokens}")
+    if device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {device}")
+    return _plan(position_ids) if plan is None else (plan.subtree_end, plan.depth)
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} must be (tokens, heads, head dim), got {tuple(tensor.shape)}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+        if tensor.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} must have the {q.shape[0]} tokens of q, got {tensor.shape[0]}")
+        if tensor.shape[1] == 0 or tensor.shape[2] == 0:
+            raise ValueError(f"{name} must have at least one head and one column, got {tuple(tensor.shape)}")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k must have q's head dim {q.shape[2]}, got {k.shape[2]}")
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"v must have the {k.shape[1]} heads of k, got {v.shape[1]}")
+    if q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]}")
+
+
+def _check_options(
+    q: Tensor, scale: float | None, sliding_window: int | None, softcap: float | None, sinks: Tensor | None
+) -> None:
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if sliding_window is not None and not isinstance(sliding_window, int):
+        raise TypeError(f"sliding_window must be an int, got {type(sliding_window).__name__}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be positive and finite, got {softcap}")
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or sinks.dtype not in _DTYPES:
+        got = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise TypeError(f"sinks must be a tensor of float16, bfloat16, float32 or float64, got {got}")
+    if sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks must be one logit for each of q's {q.shape[1]} heads, got {tuple(sinks.shape)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
