@@ -65,12 +65,13 @@ class ScoringCollator:
 
         Returns:
             - the keys of `TreeRow.pack`, each padded on the right to (W, longest row), and `attention_mask` (W, N)
-              int64, 1 where `input_ids` is not padding. A row without any loss term gets one of advantage 0, since TRL's
-              loss needs one; it is not counted.
+              int64, 1 where `input_ids` is not padding. A row without any loss term gets one of advantage 0: TRL's loss
+              needs one. It is not counted.
             - `global_n_tokens`, `global_n_forward_tokens`, `mean_seq_len` (W,) float32: loss terms and unique tokens of
               all rows, and the latter over the number of samples; the same on every rank.
             - `scoring`, where samples carry a `uid`: `uid`, `group`, `rollout` (W, S) int64, padding -1, column =
-              `segment_id`; `rewards` (W, S, C) float64 in the order of the rows' `reward_names`, NaN = not applicable;
+              `segment_id`; `trained_tokens` (W, S) int64, loss terms; `rewards` (W, S, C) float64 in the order of the
+              rows' `reward_names`, NaN = not applicable; `reward_names` (W, bytes) uint8 (see `names_of`);
               `truncated` (W, S) uint8; `extra_uid`, `extra_group`, `extra_scorer` (W, E) int64, padding -1; `scorers`
               {str(index): its `collate`d tensors, padded}.
 
@@ -93,7 +94,7 @@ class ScoringCollator:
         batch["global_n_forward_tokens"] = self._on_every_rank(num_tokens)
         batch["mean_seq_len"] = self._on_every_rank(num_tokens / num_samples)
         if self.scorers or "uid" in rows[0].samples[0]:
-            batch["scoring"] = _scoring_inputs(rows, self.scorers)
+            batch["scoring"] = _scoring_inputs(rows, layouts, self.scorers)
 
         real = [sample for row in rows for sample in row.samples if sample.get("uid") != FILLER_UID]
         self.groups_trained.update(sample["group_id"] for sample in real)
@@ -154,7 +155,9 @@ def _pack_rows(layouts: Sequence[RowLayout], pad_token_id: int) -> dict[str, tor
     return {name: torch.from_numpy(buffer) for name, buffer in buffers.items()}
 
 
-def _scoring_inputs(rows: Sequence[TreeRow], scorers: Sequence[TrainerScorer]) -> dict[str, Any]:
+def _scoring_inputs(
+    rows: Sequence[TreeRow], layouts: Sequence[RowLayout], scorers: Sequence[TrainerScorer]
+) -> dict[str, Any]:
     scored = [row for row in rows if isinstance(row, ScoredRow)]
     if len(scored) != len(rows):
         raise TypeError("rows of samples that are scored must be ScoredRows, got TreeRows")
@@ -164,7 +167,9 @@ def _scoring_inputs(rows: Sequence[TreeRow], scorers: Sequence[TrainerScorer]) -
         "uid": _padded_column([[sample["uid"] for sample in row] for row in samples]),
         "group": _padded_column([[sample["group_id"] for sample in row] for row in samples]),
         "rollout": _padded_column([[sample["rollout_id"] for sample in row] for row in samples]),
+        "trained_tokens": _padded_column([[target.count for target in layout.targets] for layout in layouts], 0),
         "rewards": _rewards(scored),
+        "reward_names": _names_tensor(scored[0].reward_names, len(scored)),
         "truncated": _padded_column(
             [[bool(sample.get("truncated", False)) for sample in row] for row in samples], 0, torch.uint8
         ),
@@ -191,6 +196,17 @@ def _rewards(rows: Sequence[ScoredRow]) -> torch.Tensor:
             for name, reward in sample["rewards"].items():
                 rewards[r, s, columns[name]] = reward
     return torch.from_numpy(rewards)
+
+
+def _names_tensor(names: Sequence[str], num_rows: int) -> torch.Tensor:
+    """(W, bytes) uint8, the same on every rank: UTF-8, each name ended by a zero byte."""
+    text = "".join(f"{name}\0" for name in names).encode()
+    return torch.tensor(list(text or b"\0"), dtype=torch.uint8).repeat(num_rows, 1)
+
+
+def names_of(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The reward columns' names from one rank's slice (1, bytes) of `batch["scoring"]["reward_names"]`."""
+    return tuple(name for name in bytes(tensor[0].tolist()).decode().split("\0") if name)
 
 
 def _scorer_inputs(rows: Sequence[ScoredRow], scorer: TrainerScorer, index: int) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from treepack.scoring.advantages import combine_rewards, group_advantages, last_rows
+from treepack.scoring.collator import names_of
 from treepack.scoring.samples import FILLER_UID, FIRST_EXTRA_UID
 from treepack.scoring.scorer import TrainerScorer
 from treepack.scoring.sequences import chunk_inputs
@@ -84,7 +85,7 @@ def score_step(trainer: ScoringTrainer, batches: Sequence[dict[str, Any]]) -> St
     scoring = [batch.pop("scoring") for batch in batches]
     table = _SampleTable.of(scoring)
     extras = _ExtraTable.of(scoring)
-    names = _reward_names(scoring[0]) + tuple(scorer.name for scorer in trainer.scorers)
+    names = names_of(scoring[0]["reward_names"]) + tuple(scorer.name for scorer in trainer.scorers)
     rewards = table.rewards
     metrics: Metrics = {}
     for index, scorer in enumerate(trainer.scorers):
@@ -186,7 +187,7 @@ class _Features:
         missing = uids[self.uid[at] != uids] if len(self.uid) else uids
         if len(missing):
             raise ValueError(
-                f"scorer {scorer.name!r} must give features of every sequence, got none of uid {int(missing[0])}"
+                f"scorer {scorer.name!r} must give a feature of every sequence, got none of uid {int(missing[0])}"
             )
         return self.values[torch.from_numpy(at)]
 
@@ -256,12 +257,6 @@ def _group_rewards(
         uid = int(table.uid[np.isinf(column)][0])
         raise ValueError(f"scorer {scorer.name!r} must give finite rewards or NaN, got an infinite one for uid {uid}")
     return column, {name: _mean(np.asarray(values)) for name, values in metrics.items()}
-
-
-def _reward_names(scoring: dict[str, torch.Tensor]) -> tuple[str, ...]:
-    """The names of the rollouts' own columns, which travel as bytes since only tensors reach every rank."""
-    text = bytes(scoring["reward_names"][0].cpu().numpy()).rstrip(b"\0").decode()
-    return tuple(text.split("\0")) if text else ()
 
 
 def _column_weights(
