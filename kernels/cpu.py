@@ -1,11 +1,11 @@
-"""Tree attention on the CPU: the cascade over torch's fused CPU attention, or over plain matmuls where a softcap rules it out.
+"""Tree attention on the CPU: the cascade over torch's fused attention, or over plain matmuls where there is a softcap.
 
 Memory is linear in tokens: the largest temporaries are one tile's. Half-precision inputs are computed in float32
 (their backward is several times slower natively) and float64 in float64. Every sum has a fixed order, so
 results repeat bit for bit.
 
-Legend: H query heads, K kv heads, G query heads per kv head, N tokens, R queries of a tile, L keys of a tile, D head dim,
-V value dim.
+Legend: H query heads, K kv heads, G query heads per kv head, N tokens, R queries of a tile, L keys of a tile,
+D head dim, V value dim.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,8 @@ def attention_backward(
     """Return the gradients of q, k, v and, where there are sinks, of the sinks."""
     q, k, v, out = (_computable(t) for t in (q_NHD, k_NKD, v_NKV, out_NHV))
     grad_out = torch.zeros_like(out) if grad_out_NHV is None else _computable(grad_out_NHV)
-    kv_heads, head_dim, value_dim = k.shape[1], k.shape[2], v.shape[2]
+    num_tokens, heads, head_dim = q.shape
+    kv_heads, value_dim = v.shape[1:]
     normaliser_HN, grad_sinks = lse_HN, None
     if sinks_H is not None:
         sinks_H1 = sinks_H.to(lse_HN.dtype)[:, None]
@@ -92,13 +93,13 @@ def attention_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     cascade_backward(
         _primitive(plan, options),
-        tile_schedule(plan, _tiling(options, q.shape[1])),
+        tile_schedule(plan, _tiling(options, heads)),
         _split_heads(grad_out, kv_heads),
         _split_heads(q, kv_heads),
         k.transpose(0, 1),
         v.transpose(0, 1),
         _split_heads(out, kv_heads),
-        normaliser_HN.unflatten(0, (kv_heads, -1)),
+        normaliser_HN.view(kv_heads, heads // kv_heads, num_tokens),
         (_split_heads(dq, kv_heads), dk.transpose(0, 1), dv.transpose(0, 1)),
     )
     return (
@@ -167,14 +168,14 @@ class _MatmulPrimitive:
         self._softcap = softcap
 
     def forward(self, tile: Tile, q_KGRD: Tensor, k_KLD: Tensor, v_KLV: Tensor) -> tuple[Tensor, Tensor]:
-        group, num_queries = q_KGRD.shape[1:3]
+        group = q_KGRD.shape[1]
         scores = self._squashed(q_KGRD.flatten(1, 2), k_KLD).mul_(self._softcap)
         self._hide(scores, tile, group)
         lse = torch.logsumexp(scores, -1, keepdim=True)
         # A query without a key has lse -inf; against a finite value its probabilities come out 0, not NaN.
         finite = lse.clamp_min(torch.finfo(lse.dtype).min)
         out = scores.sub_(finite).exp_() @ v_KLV
-        return out.unflatten(1, (group, num_queries)), lse.view(-1, group, num_queries)
+        return _split_group(out, group), _split_group(lse, group).squeeze(-1)
 
     def backward(
         self,
@@ -186,7 +187,7 @@ class _MatmulPrimitive:
         out_KGRV: Tensor,
         lse_KGR: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        group, num_queries = q_KGRD.shape[1:3]
+        group = q_KGRD.shape[1]
         q, grad_out = q_KGRD.flatten(1, 2), grad_out_KGRV.flatten(1, 2)
         squashed = self._squashed(q, k_KLD)
         scores = squashed * self._softcap
@@ -197,7 +198,7 @@ class _MatmulPrimitive:
         d_scores = (grad_out @ v_KLV.transpose(1, 2)).sub_(delta).mul_(probs)
         # d tanh(x) = 1 - tanh(x)^2
         d_scores.addcmul_(d_scores * squashed, squashed, value=-1.0).mul_(self._scale)
-        dq = (d_scores @ k_KLD).unflatten(1, (group, num_queries))
+        dq = _split_group(d_scores @ k_KLD, group)
         return dq, d_scores.transpose(1, 2) @ q, dv
 
     def _squashed(self, q: Tensor, k: Tensor) -> Tensor:
@@ -206,7 +207,7 @@ class _MatmulPrimitive:
     def _hide(self, scores: Tensor, tile: Tile, group: int) -> None:
         if tile.masked or tile.causal:
             hidden_RL = ~self._mask.visible(tile)
-            scores.unflatten(1, (group, -1)).masked_fill_(hidden_RL, -torch.inf)
+            _split_group(scores, group).masked_fill_(hidden_RL, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,13 @@ def _computable(tensor: Tensor) -> Tensor:
 
 def _split_heads(tensor_NHD: Tensor, kv_heads: int) -> Tensor:
     """View (N, H, D) as (K, G, N, D)."""
-    return tensor_NHD.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    num_tokens, heads, dim = tensor_NHD.shape
+    return tensor_NHD.view(num_tokens, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+
+
+def _split_group(tensor: Tensor, group: int) -> Tensor:
+    """View (K, G * R, L) as (K, G, R, L)."""
+    return tensor.view(tensor.shape[0], group, -1, tensor.shape[2])
 
 
 def _per_query_head(tensor_KLD: Tensor, q_KGRD: Tensor) -> Tensor:
@@ -280,9 +287,7 @@ def _equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return _pad_last(q, dim), _pad_last(k, dim), _pad_last(v, dim)
 
 
-def _fold_lse_gradient(
-    v: Tensor, out: Tensor, grad_out: Tensor, grad_lse_NH: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fold_lse_gradient(v: Tensor, out: Tensor, grad_out: Tensor, grad_lse_NH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Carry the gradient of lse through a backward that does not know it.
 
     dS = P * (dP - delta + dLSE) with delta = sum(dO * O): a value column of zeros, with dO = 1 and O = -dLSE, adds

@@ -126,9 +126,7 @@ def _open_keys(block: _Block, end: Ints) -> Ints:
     return np.arange(block.start, block.stop)
 
 
-def _cut_rows(
-    start: int, stop: int, keys: Ints, masked: bool, depth: Ints, tiling: Tiling
-) -> Iterator[Tile]:
+def _cut_rows(start: int, stop: int, keys: Ints, masked: bool, depth: Ints, tiling: Tiling) -> Iterator[Tile]:
     queries = np.arange(start, stop)
     key_depth = depth[keys]
     if tiling.window is not None:

@@ -121,7 +121,11 @@ def tree_attention(
         )
         out, lse = out.to(q.dtype), lse.to(_lse_dtype(q))
     else:
-        out, lse = _attention(q, k, v, sinks, subtree_end, depth, scale, sliding_window, softcap)
+        # A custom op's own autograd fails under torch.func transforms, an autograd.Function's trips torch.compile.
+        attend = _attention if torch.compiler.is_compiling() else _Attention.apply
+        out, lse = attend(  # type: ignore[no-untyped-call]
+            q, k, v, sinks, subtree_end, depth, scale, sliding_window, softcap
+        )
     return (out, lse) if return_lse else out
 
 
@@ -236,13 +240,38 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, subtree_end, depth, out, lse = ctx.saved_tensors
-    dq, dk, dv, grad_sinks = _attention_backward(
+    dq, dk, dv, grad_sinks = _AttentionBackward.apply(  # type: ignore[no-untyped-call]
         grad_out, grad_lse, q, k, v, sinks, subtree_end, depth, out, lse, *ctx.options
     )
     return dq, dk, dv, None if sinks is None else grad_sinks, None, None, None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _attention(*inputs)
+        return out, lse
+
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(_differentiate)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dq, dk, dv, grad_sinks = _attention_backward(*inputs)
+        return dq, dk, dv, grad_sinks
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError("tree_attention has no second derivative; backend='reference' has")
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

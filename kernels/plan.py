@@ -195,9 +195,7 @@ def _subtree_end(positions: Tensor) -> Tensor:
     device = positions.device
     after = torch.cat([positions[1:], positions.new_zeros(min(num_tokens, 1))])
     closed = positions + 1 - after
-    closer = torch.repeat_interleave(
-        torch.arange(1, num_tokens + 1, device=device), closed, output_size=num_tokens
-    )
+    closer = torch.repeat_interleave(torch.arange(1, num_tokens + 1, device=device), closed, output_size=num_tokens)
     closings_before = closed.cumsum(0) - closed
     closed_depth = torch.arange(num_tokens, device=device) + (after - closings_before)[closer - 1]
     # int32 keys sort faster, and depths fit.
@@ -242,5 +240,6 @@ def _check_depth_first(name: str, positions: Tensor) -> None:
     if at == 0:
         raise ValueError(f"{name} must start at 0, got {got}")
     raise ValueError(
-        f"{name} must rise by at most 1 from one token to the next, got {got} after {int(positions[at - 1])} at index {at}"
+        f"{name} must rise by at most 1 from one token to the next, "
+        f"got {got} after {int(positions[at - 1])} at index {at}"
     )
