@@ -1,5 +1,9 @@
 """Settings of every test run: one thread, since the tensors are tiny, and examples that repeat from run to run."""
 
+import os
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # a warning at import is an error here
+
 import torch
 from hypothesis import settings
 
