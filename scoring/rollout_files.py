@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from treepack.scoring.errors import RolloutError
+
 TOKEN_COLUMNS = ("input_ids", "completion_mask", "old_log_probs")
 ROW_COLUMNS = ("uid", "group_id", "rollout_id", "finished", "reward")
 REWARD_PREFIX = "rewards/"
-
-
-class RolloutError(ValueError):
-    """A rollout file that cannot be used; the message is one line that names the file, the column and the row."""
 
 
 @dataclass(frozen=True, eq=False)

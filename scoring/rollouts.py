@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.scoring.rollout_files import REWARD_PREFIX, Columns, Ragged, RolloutError, read_columns
-
-__all__ = ["RolloutError", "Rollouts", "bundled_rollouts", "read_rollouts"]
+from treepack.scoring.errors import RolloutError
+from treepack.scoring.rollout_files import REWARD_PREFIX, Columns, Ragged, read_columns
 
 _REQUIRED = ("input_ids", "completion_mask", "group_id")
 

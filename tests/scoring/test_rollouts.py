@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from treepack.scoring.rollouts import RolloutError, Rollouts, bundled_rollouts, read_rollouts
+from treepack.scoring.errors import RolloutError
+from treepack.scoring.rollouts import Rollouts, bundled_rollouts, read_rollouts
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -142,7 +143,7 @@ def test_bundled_rollouts_are_rows_of_the_traces() -> None:
     rollouts = read_rollouts()
     assert bundled_rollouts().stat().st_size < 300_000
     sizes = [len(rows) for rows in rollouts.group_rows()]
-    assert (len(sizes), min(sizes), max(sizes)) == (78, 4, 50)
+    assert (len(sizes), min(sizes), max(sizes)) == (60, 4, 32)
     assert int(np.diff(rollouts.offsets).max()) <= 8192
     if not TRACES.exists():
         pytest.skip("the full traces are not beside the checkout")

@@ -1,0 +1,213 @@
+"""The commands of `treepack`. What is heavy is imported only once a command has its options right."""
+
+import json
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from treepack import __version__
+from treepack.scoring.display import make_display
+from treepack.scoring.errors import InputError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+class ExitCode(IntEnum):
+    """The command's exit codes, as `--help` documents them."""
+
+    FAILED = 1
+    BAD_INPUT = 2
+    NOTHING_TO_SCORE = 3
+    INTERRUPTED = 130
+
+
+class ScorerChoice(StrEnum):
+    """--scorer."""
+
+    REWARD_MODEL = "reward-model"
+    NONE = "none"
+
+
+class EstimatorChoice(StrEnum):
+    """--estimator."""
+
+    GRPO = "grpo"
+    RLOO = "rloo"
+
+
+class ScaleChoice(StrEnum):
+    """--scale."""
+
+    GROUP = "group"
+    BATCH = "batch"
+    NONE = "none"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"treepack {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def treepack(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Tree-packed prefix-sharing attention, and the scoring core of async GRPO."""
+
+
+@app.command()
+def score(
+    rollouts: Annotated[
+        Path | None,
+        typer.Argument(metavar="ROLLOUTS", help="A .npz, .parquet or .jsonl file.", show_default="the bundled ones"),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="A transformers checkpoint folder or a .gguf file.",
+            show_default="a small seeded one",
+        ),
+    ] = None,
+    scorer: Annotated[
+        ScorerChoice, typer.Option(help="The reward computed here; none leaves the rollouts' own.")
+    ] = ScorerChoice.REWARD_MODEL,
+    ranks: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch, one a rank.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Micro-batches of an optimizer step.")] = 2,
+    token_budget: Annotated[int, typer.Option(min=1, help="Tokens of a row, unique and trained each.")] = 8192,
+    limit_groups: Annotated[
+        int | None, typer.Option(min=1, help="Keep the first so many groups.", show_default="all")
+    ] = None,
+    limit_rows: Annotated[
+        int | None, typer.Option(min=1, help="Keep the first so many rows of each group.", show_default="all")
+    ] = None,
+    estimator: Annotated[EstimatorChoice, typer.Option(help="How rewards become advantages.")] = EstimatorChoice.GRPO,
+    scale: Annotated[
+        ScaleChoice, typer.Option(help="The standard deviation that advantages are divided by.")
+    ] = ScaleChoice.GROUP,
+    mask_truncated: Annotated[
+        bool, typer.Option("--mask-truncated", help="Take samples that did not finish out of the loss.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights that no file holds.")] = 0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also run each sequence alone: speed ratio, largest score difference.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on stdout.")
+    ] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to.")] = Path("treepack-score"),
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where an unexpected error came from.")
+    ] = False,
+) -> None:
+    """Plan, pack and score rollouts as an async GRPO trainer would.
+
+    Writes to DIR: scored.parquet (a line a sample: rewards, advantage, place in the step, why it is not trained),
+    report.json, and the pictures tokens.png, rows.png and tree.png. Those of an earlier run are replaced.
+
+    Exit codes:
+      0    done
+      1    failed while running
+      2    options, rollouts or a model that cannot be used
+      3    every group was dropped
+      130  interrupted: what was finished is written, and report.json says so
+    """
+    with _one_line_errors(show_traceback), make_display() as display:
+        display.phase("loading libraries")
+        _quiet_libraries()
+        from treepack.scoring.score_job import ScoreOptions, score_rollouts
+
+        report = score_rollouts(
+            ScoreOptions(
+                rollouts=rollouts,
+                model=model,
+                scorer=scorer.value,
+                ranks=ranks,
+                steps=steps,
+                token_budget=token_budget,
+                limit_groups=limit_groups,
+                limit_rows=limit_rows,
+                estimator=estimator.value,
+                scale=scale.value,
+                mask_truncated=mask_truncated,
+                seed=seed,
+                compare=compare,
+                out=out,
+            ),
+            display,
+        )
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=1))
+    else:
+        from treepack.scoring.summary import print_summary
+
+        print_summary(report, Console(), out)
+    if report.interrupted:
+        _fail(f"interrupted after {len(report.steps)} optimizer steps, which are written", ExitCode.INTERRUPTED)
+    if not report.steps:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in report.not_trained.items())
+        _fail(f"every group was dropped, by reason and samples: {reasons}", ExitCode.NOTHING_TO_SCORE)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on stdout.")] = False,
+) -> None:
+    """Show versions, devices and attention backends, and check packed against separate attention on this machine.
+
+    Exit codes:
+      0    all well
+      1    the check failed
+    """
+    from treepack.scoring.doctor import examine, print_findings
+
+    findings = examine()
+    if as_json:
+        typer.echo(json.dumps(findings.to_dict(), indent=1))
+    else:
+        print_findings(findings, Console())
+    if not findings.ok:
+        _fail("packed attention differs from separate attention on this machine", ExitCode.FAILED)
+
+
+def _fail(message: str, code: ExitCode) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _one_line_errors(show_traceback: bool) -> Iterator[None]:
+    """Turn what goes wrong into a line on stderr and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail("interrupted before anything was scored", ExitCode.INTERRUPTED)
+    except InputError as error:
+        _fail(_one_line(error), ExitCode.BAD_INPUT)
+    except Exception as error:
+        if show_traceback:
+            traceback.print_exc()
+        _fail(f"{type(error).__name__}: {_one_line(error)} (--traceback shows where)", ExitCode.FAILED)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _quiet_libraries() -> None:
+    """Leave stderr to the display: what transformers and the planner would log there, the report says."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("treepack.scoring.planner").setLevel(logging.ERROR)

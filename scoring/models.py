@@ -1,0 +1,147 @@
+"""The model that `treepack score` runs: a checkpoint folder, a GGUF file, or a small seeded one made on the spot."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treepack.kernels.hf_attention import register_attention
+from treepack.scoring.errors import ModelError
+from treepack.scoring.reward_model import RewardModelScorer
+from treepack.scoring.trainer import ScoringTrainer
+
+
+class TimedScorer(RewardModelScorer):
+    """A `RewardModelScorer` that adds up the time of its forwards.
+
+    Attributes:
+        wall_s, cpu_s: seconds of all `features` calls so far.
+    """
+
+    wall_s = 0.0
+    cpu_s = 0.0
+
+    def features(self, trainer: ScoringTrainer, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RewardModelScorer.features`."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        features = super().features(trainer, inputs)
+        self.wall_s += time.perf_counter() - wall
+        self.cpu_s += time.process_time() - cpu
+        return features
+
+
+@dataclass(frozen=True)
+class LoadedScorer:
+    """A scorer and what people should know of its model, which is fp32, in eval mode, on tree attention.
+
+    Attributes:
+        scorer: the scorer.
+        description: the model in a few words.
+        notes: sentences for the report.
+    """
+
+    scorer: TimedScorer
+    description: str
+    notes: tuple[str, ...]
+
+
+def load_scorer(path: Path | None, *, num_tokens: int, longest_row: int, token_budget: int, seed: int) -> LoadedScorer:
+    """Load a reward model from `path`, or make a small seeded one where it is None.
+
+    Args:
+        path: a transformers checkpoint folder or a .gguf file. One without a classification head gets a seeded head.
+        num_tokens: the vocabulary the rollouts need, their largest token + 1.
+        longest_row: tokens of the longest row.
+        token_budget: unique tokens of one forward.
+        seed: of every weight that is not loaded.
+
+    Raises:
+        ModelError: there is no such model, its vocabulary is too small, it has several labels, or a packed row would go
+            wrong in it.
+    """
+    register_attention()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if path is None:
+            model, description, notes = _seeded_model(num_tokens, longest_row, seed)
+        else:
+            model, description, notes = _read_model(path, seed)
+    config = model.config.get_text_config()
+    if config.vocab_size < num_tokens:
+        raise ModelError(
+            f"the model's vocabulary must hold the rollouts' tokens, up to {num_tokens - 1}, got {config.vocab_size}"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and longest_row > positions:
+        notes.append(f"the longest row, {longest_row} tokens, exceeds the model's {positions} positions")
+    try:
+        scorer = TimedScorer(model.requires_grad_(False), token_budget=token_budget)
+    except (NotImplementedError, ValueError) as error:
+        raise ModelError(f"{path}: cannot score: {error}") from error
+    return LoadedScorer(scorer, description, tuple(notes))
+
+
+def _seeded_model(num_tokens: int, longest_row: int, seed: int) -> tuple[Any, str, list[str]]:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        vocab_size=num_tokens,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=longest_row,
+        # About 1 / sqrt(hidden_size): activations and scores of the size of a trained model's, so that a wrong mask
+        # would show.
+        initializer_range=0.06,
+        num_labels=1,
+        attn_implementation="treepack",
+    )
+    model = LlamaForSequenceClassification(config)
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    description = f"llama, 2 layers of 256, {size:.1f} M parameters, random weights (seed {seed})"
+    return model, description, ["the model's weights are random: its scores mean nothing"]
+
+
+def _read_model(path: Path, seed: int) -> tuple[Any, str, list[str]]:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    folder, gguf = _source(path)
+    try:
+        config = AutoConfig.from_pretrained(folder, **gguf)
+        is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
+        if is_classifier and config.num_labels != 1:
+            raise ModelError(f"{path}: a reward model must have 1 label, got {config.num_labels}")
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            folder,
+            **gguf,
+            num_labels=1,
+            dtype=torch.float32,
+            attn_implementation="treepack",
+            output_loading_info=True,
+        )
+    except (OSError, ImportError, KeyError, RuntimeError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path}: cannot be loaded: {str(error).strip().partition(chr(10))[0]}") from error
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    missing = sorted(info["missing_keys"])
+    notes = [f"{', '.join(missing)} not in the checkpoint: random (seed {seed})"] if missing else []
+    return model, f"{path.name}, {type(model).__name__}, {size:.1f} M parameters", notes
+
+
+def _source(path: Path) -> tuple[Path, dict[str, str]]:
+    """The folder to load from and, for a GGUF file, the argument that names it."""
+    if path.is_file() and path.suffix == ".gguf":
+        return path.parent, {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path}: not a checkpoint folder: it has no config.json")
+        return path, {}
+    if path.exists():
+        raise ModelError(f"{path}: a model must be a checkpoint folder or a .gguf file")
+    raise ModelError(f"{path}: no such model")
