@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from treepack.scoring.buffers import BlockPool
 from treepack.scoring.rows import ROW_FIELDS, RowLayout, ScoredRow, TreeRow
 from treepack.scoring.samples import FILLER_UID, Sample
 from treepack.scoring.scorer import TrainerScorer
@@ -56,6 +56,7 @@ class ScoringCollator:
         self.token_budget = token_budget
         self.scorers = tuple(scorers)
         self.groups_trained: set[Any] = set()
+        self._pool = BlockPool()
 
     def __call__(self, examples: Sequence[Sequence[TreeRow]]) -> dict[str, Any]:
         """Collate one micro-batch.
@@ -89,7 +90,7 @@ class ScoringCollator:
         layouts = [row.layout() for row in rows]
         num_samples = sum(len(row.samples) for row in rows)
         num_tokens = sum(row.num_tokens for row in rows)
-        batch: dict[str, Any] = _pack_rows(layouts, self.pad_token_id)
+        batch: dict[str, Any] = _pack_rows(layouts, self.pad_token_id, self._pool)
         batch["global_n_tokens"] = self._on_every_rank(sum(layout.sizes["M"] for layout in layouts))
         batch["global_n_forward_tokens"] = self._on_every_rank(num_tokens)
         batch["mean_seq_len"] = self._on_every_rank(num_tokens / num_samples)
@@ -136,20 +137,19 @@ class ScoringCollator:
             self.metrics["batch/row_fill_frac"].append((unique, self.token_budget * len(rows)))
 
 
-def _pack_rows(layouts: Sequence[RowLayout], pad_token_id: int) -> dict[str, torch.Tensor]:
+def _pack_rows(layouts: Sequence[RowLayout], pad_token_id: int, pool: BlockPool) -> dict[str, torch.Tensor]:
     """Write every row into one padded (W, ...) buffer a field; no row is packed on its own first."""
     sizes = [layout.sizes for layout in layouts]
-    buffers: dict[str, NDArray[Any]] = {}
-    for name, field in ROW_FIELDS.items():
-        # One column at least: TRL's loss takes the maximum over a row's loss terms.
-        width = max(1, *(of_row[field.size] for of_row in sizes))
-        buffers[name] = np.empty((len(layouts), width), dtype=field.dtype)
-    buffers["attention_mask"] = np.zeros(buffers["input_ids"].shape, dtype=np.int64)
+    # One column at least: TRL's loss takes the maximum over a row's loss terms.
+    widths = {name: max(1, *(of_row[field.size] for of_row in sizes)) for name, field in ROW_FIELDS.items()}
+    fields = {name: ((len(layouts), widths[name]), field.dtype) for name, field in ROW_FIELDS.items()}
+    buffers = pool.arrays(fields | {"attention_mask": fields["input_ids"]})
     for row, (layout, of_row) in enumerate(zip(layouts, sizes)):
         layout.write({name: buffers[name][row, : of_row[field.size]] for name, field in ROW_FIELDS.items()})
         for name, field in ROW_FIELDS.items():
             buffers[name][row, of_row[field.size] :] = pad_token_id if name == "input_ids" else field.padding
         buffers["attention_mask"][row, : of_row["N"]] = 1
+        buffers["attention_mask"][row, of_row["N"] :] = 0
         if not of_row["M"]:
             buffers["token_index"][row, 0] = 0  # the rest of such a term is the padding: advantage 0, segment 0
     return {name: torch.from_numpy(buffer) for name, buffer in buffers.items()}
@@ -167,7 +167,7 @@ def _scoring_inputs(
         "uid": _padded_column([[sample["uid"] for sample in row] for row in samples]),
         "group": _padded_column([[sample["group_id"] for sample in row] for row in samples]),
         "rollout": _padded_column([[sample["rollout_id"] for sample in row] for row in samples]),
-        "trained_tokens": _padded_column([[target.count for target in layout.targets] for layout in layouts], 0),
+        "trained_tokens": _padded_column([np.diff(layout.terms).tolist() for layout in layouts], 0),
         "rewards": _rewards(scored),
         "reward_names": _names_tensor(scored[0].reward_names, len(scored)),
         "truncated": _padded_column(

@@ -10,6 +10,7 @@ N: unique tokens, S: segments, K: keys gathered over all segments, M: loss terms
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ class TreeRow:
     Source: `TreeRow` of `trl.experimental.async_grpo.packing` (TRL 1.16), whose place it can take.
     """
 
-    __slots__ = ("_forest", "_load", "_seen", "_trained", "groups", "samples")
+    __slots__ = ("_forest", "_load", "_run_ends", "_runs", "_seen", "_terms", "_trained", "groups", "samples")
 
     def __init__(self, *, share_prefixes: bool = True) -> None:
         self.samples: list[Sample] = []
@@ -71,6 +72,9 @@ class TreeRow:
         # Running totals after each sample, so that a rollback reads them off instead of recounting.
         self._trained = array("q", [0])
         self._load = array("q", [0])
+        self._terms = array("q", [0])  # loss terms
+        self._run_ends = array("q", [0])  # entries of `_runs`
+        self._runs = array("i")  # start, stop, start, stop, ... of each sample's trained runs; see `_trained_runs`
         # The last look-up: the planner asks `fits`, then calls `add` with the same sample.
         self._seen: tuple[Any, Match] | None = None
 
@@ -119,7 +123,11 @@ class TreeRow:
         self._forest.append(ids, match)
         self.samples.append(sample)
         self.groups.add(sample["group_id"])
-        self._trained.append(self.trained + int(np.count_nonzero(mask)))
+        trained, terms, runs = _trained_runs(mask)
+        self._trained.append(self.trained + trained)
+        self._terms.append(self._terms[-1] + terms)
+        self._runs.extend(runs)
+        self._run_ends.append(len(self._runs))
         length, shared = len(ids), match.shared
         self._load.append(self.load + (length * (length + 1) - shared * (shared + 1)) // 2)
 
@@ -133,20 +141,21 @@ class TreeRow:
             raise ValueError(f"num_samples must be within 0..{len(self.samples)}, got {num_samples}")
         self._seen = None
         self._forest.truncate(num_samples)
-        del self.samples[num_samples:], self._trained[num_samples + 1 :], self._load[num_samples + 1 :]
+        del self.samples[num_samples:]
+        for totals in (self._trained, self._load, self._terms, self._run_ends):
+            del totals[num_samples + 1 :]
+        del self._runs[self._run_ends[-1] :]
         self.groups = {sample["group_id"] for sample in self.samples}
 
     def layout(self) -> "RowLayout":
-        """Sizes and order of the packed row, ready to be written.
+        """Sizes and order of the packed row, ready to be written; valid until the row changes.
 
         Raises:
             ValueError: the row is empty, or its paths hold more than 2^31 - 1 tokens together.
         """
         if not self.samples:
             raise ValueError("a row must hold at least one sample to be packed, got none")
-        targets = [LossTargets.of(np.asarray(sample["completion_mask"])) for sample in self.samples]
-        offsets = np.cumsum([0, *(target.count for target in targets)]).tolist()
-        return RowLayout(self._forest.layout(), list(self.samples), targets, offsets)
+        return RowLayout(self._forest.layout(), self.samples, self._terms, self._run_ends, self._runs)
 
     def pack(self) -> dict[str, torch.Tensor]:
         """The row in depth-first pre-order of its forest, and the loss terms over it.
@@ -200,36 +209,14 @@ class ScoredRow(TreeRow):
 
 
 @dataclass(frozen=True, slots=True)
-class LossTargets:
-    """The trained positions of one sample. Position 0 has no predecessor, so it is never one of them."""
-
-    count: int
-    runs: list[tuple[int, int]]  # (start, stop) of each run of trained positions; empty when `positions` is given
-    positions: NDArray[np.int64] | None  # (count,) the positions themselves, where runs are too short to pay
-
-    @classmethod
-    def of(cls, mask: NDArray[Any]) -> "LossTargets":
-        """The targets of a completion mask (n,), n > 0."""
-        trained = mask != 0
-        trained[0] = False
-        edges = np.flatnonzero(trained[1:] != trained[:-1]) + 1
-        if len(edges) % 2:
-            edges = np.append(edges, len(trained))
-        count = int(edges[1::2].sum() - edges[::2].sum())
-        if count < SHORT_RUN * (len(edges) // 2):
-            return cls(count, [], np.flatnonzero(trained))
-        bounds = edges.tolist()
-        return cls(count, list(zip(bounds[::2], bounds[1::2])), None)
-
-
-@dataclass(frozen=True, slots=True)
 class RowLayout:
     """A row about to be packed: what it needs to be told apart from where it is written to."""
 
     forest: ForestLayout
     samples: list[Sample]
-    targets: list[LossTargets]
-    offsets: list[int]  # (samples + 1) bounds of each sample's loss terms
+    terms: Sequence[int]  # (samples + 1) bounds of each sample's loss terms
+    run_ends: Sequence[int]  # (samples + 1) bounds of each sample's entries in `runs`
+    runs: Sequence[int]  # start, stop of each run of trained positions; none where runs are too short to pay
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -240,7 +227,7 @@ class RowLayout:
             "K": forest.cu_seqlens_k[-1],
             "S+1": len(forest.cu_seqlens_q),
             "2": 2,
-            "M": self.offsets[-1],
+            "M": self.terms[-1],
         }
 
     def write(self, buffers: Buffers) -> None:
@@ -258,7 +245,7 @@ class RowLayout:
             self.forest.write(tail, buffers["input_ids"], buffers["position_ids"])
             segment = self.forest.write_kv_index(tail, segment, buffers["tree_kv_index"])
             for index in (tail.owner, *tail.copies):
-                if self.targets[index].count:
+                if self.terms[index] < self.terms[index + 1]:
                     self._write_terms(index, tail, buffers)
         log_probs = buffers["old_log_probs"]
         if np.isnan(log_probs.sum()) and np.isnan(log_probs).any():
@@ -267,29 +254,50 @@ class RowLayout:
 
     def _write_terms(self, index: int, tail: Tail, buffers: Buffers) -> None:
         """Write the loss terms of one sample, whose packed path is the tail's."""
-        sample, target = self.samples[index], self.targets[index]
-        ids, old_log_probs = self.forest.forest.sequences[index], np.asarray(sample["old_log_probs"])
-        start, stop = self.offsets[index], self.offsets[index + 1]
+        sample, ids = self.samples[index], self.forest.forest.sequences[index]
+        old_log_probs = np.asarray(sample["old_log_probs"])
+        start, stop = self.terms[index], self.terms[index + 1]
         token_index, log_probs = buffers["token_index"][start:stop], buffers["old_log_probs"][start:stop]
         labels = buffers["shift_labels"]
         buffers["advantages"][start:stop] = sample["advantage"]
         buffers["segment_id"][start:stop] = index
-        if target.positions is not None:
-            np.take(tail.path, target.positions - 1, out=token_index)
-            np.take(old_log_probs, target.positions, out=log_probs)
-            labels[token_index] = ids[target.positions]
+        runs = self.runs[self.run_ends[index] : self.run_ends[index + 1]]
+        if not runs:
+            predecessors = np.asarray(sample["completion_mask"])[1:].nonzero()[0]
+            np.take(tail.path, predecessors, out=token_index)
+            np.take(old_log_probs, predecessors + 1, out=log_probs)
+            labels[token_index] = ids[predecessors + 1]
             return
         # A predecessor in this tail has its label at a fixed distance; one on the shared path is looked up.
         own, shift = tail.shared + 1, tail.start - tail.shared - 1
         done = 0
-        for first, last in target.runs:
+        for first, last in zip(runs[::2], runs[1::2]):
             count = last - first
             token_index[done : done + count] = tail.path[first - 1 : last - 1]
             log_probs[done : done + count] = old_log_probs[first:last]
             split = min(max(first, own), last)
-            labels[tail.path[first - 1 : split - 1]] = ids[first:split]
+            if first < split:
+                labels[tail.path[first - 1 : split - 1]] = ids[first:split]
             labels[split + shift : last + shift] = ids[split:last]
             done += count
+
+
+def _trained_runs(mask: NDArray[Any]) -> tuple[int, int, list[int]]:
+    """Trained tokens and loss terms of a mask (n,), n > 0, and the runs of the latter: start, stop, start, stop, ...
+
+    Position 0 has no predecessor: it is trained but no loss term. No runs are given where they are short.
+    """
+    trained = mask != 0
+    first = int(trained[0])
+    trained[0] = False
+    terms = int(np.count_nonzero(trained))
+    edges = (trained[1:] != trained[:-1]).nonzero()[0] + 1
+    if 2 * terms < SHORT_RUN * len(edges):
+        return terms + first, terms, []
+    runs: list[int] = edges.tolist()
+    if len(runs) % 2:
+        runs.append(len(trained))
+    return terms + first, terms, runs
 
 
 _counted: tuple[Any, int] = (None, 0)
