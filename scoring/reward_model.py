@@ -46,7 +46,7 @@ class RewardModelScorer(TrainerScorer):
         label: int | None = None,
         share_prefixes: bool = True,
     ) -> None:
-        from treepack.kernels.hf_attention import check_tree_support
+        from treepack.kernels.tree_support import check_tree_support
 
         head = getattr(model, "score", None)
         if not isinstance(head, nn.Module):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from treepack._version import __version__
 
 if TYPE_CHECKING:
-    from treepack.kernels.hf_attention import check_tree_support, register_attention
+    from treepack.kernels.hf_attention import register_attention
     from treepack.kernels.ops import tree_attention
     from treepack.kernels.plan import TreePlan
+    from treepack.kernels.tree_support import check_tree_support
     from treepack.scoring.advantages import group_advantages
     from treepack.scoring.collator import ScoringCollator
     from treepack.scoring.planner import StepPlanner, check_step_capacity
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     from treepack.scoring.step import StepScores, score_step
 
 _HOMES = {
-    "kernels.hf_attention": ("check_tree_support", "register_attention"),
+    "kernels.hf_attention": ("register_attention",),
     "kernels.ops": ("tree_attention",),
     "kernels.plan": ("TreePlan",),
+    "kernels.tree_support": ("check_tree_support",),
     "scoring.advantages": ("group_advantages",),
     "scoring.collator": ("ScoringCollator",),
     "scoring.planner": ("StepPlanner", "check_step_capacity"),
