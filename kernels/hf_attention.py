@@ -104,7 +104,7 @@ def _check_call(
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"keys must be as many as queries, got {key.shape[2]} and {query.shape[2]}: "
-            "pass use_cache=False, and no past_key_values"
+            "pass use_cache=False, and no cache"
         )
     if dropout > 0:
         raise NotImplementedError(
