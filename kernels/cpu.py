@@ -18,9 +18,11 @@ from treepack.kernels.cascade import Primitive, Rows, Tile, cascade_backward, ca
 from treepack.kernels.cpu_tiles import Tiling, tile_schedule
 from treepack.kernels.plan import TreePlan
 
-_PACK = 256
-_CHAIN = 96
-# A tile of the matmul primitive holds at most so many scores, all heads together (16 MiB in float32).
+# Measured (benchmarks/bench_attention_cpu.py): larger packs waste masked pairs, smaller blocks drown in calls and merges.
+_PACK = 128
+_CHAIN = 64
+# Where a tile's mask or scores are built in memory: its most keys, and its most scores of all heads together (16 MiB).
+_SPLIT = 256
 _SCORES = 2**22
 
 _sdpa_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -239,9 +241,8 @@ def _primitive(plan: TreePlan, options: Options) -> Primitive:
 def _tiling(options: Options, heads: int) -> Tiling:
     if options.softcap is None and options.window is None:
         return Tiling(_PACK, _CHAIN)
-    # Without a fused kernel, or with masks, a tile is built in memory: bound it.
-    rows = max(_SCORES // (heads * _PACK), 1)
-    return Tiling(_PACK, _CHAIN, split=_PACK, rows=rows, window=options.window)
+    rows = max(_SCORES // (heads * _SPLIT), 1)
+    return Tiling(_PACK, _CHAIN, split=_SPLIT, rows=rows, window=options.window)
 
 
 def _computable(tensor: Tensor) -> Tensor:
