@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from treepack.kernels.schedule import TreeSchedule, build_schedule, query_stops
+
 T = TypeVar("T")
 IntArray = NDArray[np.int64]
 
@@ -133,6 +135,37 @@ class TreePlan:
     def segments(self) -> SegmentTable:
         """The row's segments, on the host; computed once."""
         return segment_table(self.subtree_end, self.depth)
+
+    def schedule(
+        self, block_q: int, block_k: int, window: int | None = None, *, capacity: int | None = None
+    ) -> TreeSchedule:
+        """The key ranges that blocks of `block_q` queries walk in tiles of `block_k` keys, on the plan's device.
+
+        Computed once, so a schedule built early with a `capacity` is the one that every layer then uses.
+
+        Args:
+            block_q: tokens of a block of queries.
+            block_k: keys of a tile.
+            window: a query sees only the last `window` tokens of its path.
+            capacity: list entries to allocate, at least ceil(N / block_q). Nothing is then read from the device, and
+                `overflow` of the result says whether they were too few. None reads the number needed.
+
+        Raises:
+            ValueError: `capacity` is below the number of blocks.
+        """
+        return plan_memo.get(
+            self.subtree_end,
+            ("schedule", block_q, block_k, window),
+            lambda: build_schedule(
+                self.subtree_end, self.depth, block_q=block_q, block_k=block_k, window=window, capacity=capacity
+            ),
+        )
+
+    def query_stops(self, window: int | None = None) -> Tensor:
+        """(N,) int32, one past the last query that sees each key within the window; computed once."""
+        return plan_memo.get(
+            self.subtree_end, ("query_stops", window), lambda: query_stops(self.subtree_end, self.depth, window)
+        )
 
     def num_pairs(self, window: int | None = None) -> int:
         """Count the visible (query, key) pairs of one head, within `window` tokens of the path if given."""
