@@ -129,6 +129,12 @@ class PrefixForest:
         return int(sequence[shared + 1]) << 33 | node << 1 | 1
 
 
+def shared_nodes(a: Tokens, b: Tokens) -> int:
+    """Nodes that two sequences share in a forest: all where they are identical, else one less than they agree on."""
+    agreed = _common_prefix(a, b, 0)
+    return agreed if agreed == len(a) == len(b) else max(agreed - 1, 0)
+
+
 def _common_prefix(a: Tokens, b: Tokens, agreed: int) -> int:
     """Length of the longest common prefix of `a` and `b`, known to agree on `agreed` tokens."""
     end, step = min(len(a), len(b)), 512
@@ -149,6 +155,7 @@ class Tail(NamedTuple):
     start: int  # packed index of its first token
     shared: int  # depth of its first token
     path: NDArray[np.int64]  # (n,) packed index of every token of the sequence; a buffer reused by the next tail
+    depths: NDArray[np.int64]  # of the tail's own tokens
     copies: list[int]  # later sequences identical to this one
 
 
@@ -169,19 +176,19 @@ class ForestLayout:
         forest, start = self.forest, 0
         # Pre-order keeps the part of this buffer that a tail shares: all since its parent branched off deeper.
         path = np.empty(self.max_seqlens[1], dtype=np.int64)
+        counting = np.arange(max(self.cu_seqlens_q[-1], len(path)))  # packed indices and depths are slices of it
         for index in self.order:
             shared, length = forest.shared[index], len(forest.sequences[index])
             stop = start + length - shared
-            path[shared:length] = np.arange(start, stop)
-            yield Tail(index, start, shared, path[:length], self.copies.get(index, []))
+            path[shared:length] = counting[start:stop]
+            yield Tail(index, start, shared, path[:length], counting[shared:length], self.copies.get(index, []))
             start = stop
 
     def write(self, tail: Tail, input_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
         """Copy one tail's tokens and depths into the row, (N,) each."""
-        length = len(tail.path)
-        stop = tail.start + length - tail.shared
+        stop = tail.start + len(tail.depths)
         input_ids[tail.start : stop] = self.forest.sequences[tail.owner][tail.shared :]
-        position_ids[tail.start : stop] = np.arange(tail.shared, length)
+        position_ids[tail.start : stop] = tail.depths
 
     def write_kv_index(self, tail: Tail, segment: int, kv_index: NDArray[np.int64]) -> int:
         """Copy the root paths of one tail's segments, the first of which is number `segment`, into `kv_index` (K,).

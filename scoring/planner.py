@@ -5,19 +5,22 @@ is placed as a whole; micro-batch m holds rows [m * num_processes, (m + 1) * num
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from itertools import count
 from typing import Any, Literal
 
 from torch.utils.data import IterableDataset
 
-from treepack.scoring.rows import ScoredRow
-from treepack.scoring.samples import FIRST_EXTRA_UID, Sample, check_sample, filler_of
+from treepack.scoring.balanced import BalancedStep
+from treepack.scoring.open_step import LeastLoadedStep, MicroBatch, OpenStep, StepLimits, longest_first
+from treepack.scoring.samples import Sample, check_sample
 from treepack.scoring.scorer import TrainerScorer
+from treepack.scoring.token_cost import DENSE_8B_TOKEN_COST
 
 logger = logging.getLogger(__name__)
 
-MicroBatch = list[ScoredRow]
+_PLACEMENTS: dict[str, type[OpenStep]] = {"least_loaded": LeastLoadedStep, "balanced": BalancedStep}
 
 
 class StepCapacityError(ValueError):
@@ -59,11 +62,12 @@ class StepPlanner(IterableDataset[MicroBatch]):
     and when the source ends. Rows left empty are filled by spreading samples; failing that, with an untrained, unscored
     copy of the step's shortest sample (uid -1).
 
-    Samples go to a row that holds their group, else to any row, the least loaded first (`TreeRow.load`, ties to the
-    lowest index), within `token_budget` unique and `token_budget` trained tokens a row, or `samples_per_row` samples.
-    A group with a sample longer than the budget is dropped whole (or refused, `oversize="raise"`), and so is one that
-    does not fit an empty step, not even with its longest samples placed first; both are logged and counted in `metrics`
-    (`batch/dropped_oversize_total`, `batch/dropped_group_too_large_total`, in samples).
+    Under the placement "least_loaded" samples go to a row that holds their group, else to any row, the least loaded
+    first (`TreeRow.load`, ties to the lowest index). Rows stay within `token_budget` unique and `token_budget` trained
+    tokens, or `samples_per_row` samples. A group with a sample longer than the budget is dropped whole (or refused,
+    `oversize="raise"`), and so is one that does not fit an empty step, not even with its longest samples placed first;
+    both are logged and counted in `metrics` (`batch/dropped_oversize_total`, `batch/dropped_group_too_large_total`, in
+    samples).
 
     Args:
         dataset: iterable of sample dicts, a group's samples in a run of `group_size` of them; None when it stalls.
@@ -79,7 +83,10 @@ class StepPlanner(IterableDataset[MicroBatch]):
         share_prefixes: whether a row shares prefixes (False: one chain a sample).
         stop_token_ids: a sample that does not end on one of these is truncated; by default one whose `finished` is
             False is.
-        placement: "least_loaded".
+        placement: "least_loaded", or "balanced": samples in lexicographic order of their tokens, cut into contiguous
+            rows of even cost, the costliest rows together in a micro-batch.
+        token_cost: what "balanced" prices a token at besides the keys it sees (see the function `token_cost`); by
+            default that of a dense 8B model.
         groups_per_step: emit a step as soon as it holds this many groups.
         oversize: "drop" or "raise", see above.
         on_dropped: called with a dropped group's samples and the reason, "oversize" or "group_too_large".
@@ -101,7 +108,8 @@ class StepPlanner(IterableDataset[MicroBatch]):
         metrics: MutableMapping[str, list[Any]],
         share_prefixes: bool = True,
         stop_token_ids: Iterable[int] | None = None,
-        placement: Literal["least_loaded"] = "least_loaded",
+        placement: Literal["least_loaded", "balanced"] = "least_loaded",
+        token_cost: float = DENSE_8B_TOKEN_COST,
         groups_per_step: int | None = None,
         oversize: Literal["drop", "raise"] = "drop",
         on_dropped: Callable[[list[Sample], str], None] | None = None,
@@ -114,8 +122,10 @@ class StepPlanner(IterableDataset[MicroBatch]):
                 f"samples_per_row must be at least 1 where token_budget is <= 0, got {samples_per_row} "
                 f"(token_budget {token_budget})"
             )
-        if placement != "least_loaded":
-            raise ValueError(f"placement must be 'least_loaded', got {placement!r}")
+        if placement not in _PLACEMENTS:
+            raise ValueError(f"placement must be one of {tuple(_PLACEMENTS)}, got {placement!r}")
+        if not (math.isfinite(token_cost) and token_cost >= 0):
+            raise ValueError(f"token_cost must be finite and at least 0, got {token_cost}")
         if oversize not in ("drop", "raise"):
             raise ValueError(f"oversize must be 'drop' or 'raise', got {oversize!r}")
         names = [scorer.name for scorer in scorers]
@@ -125,10 +135,17 @@ class StepPlanner(IterableDataset[MicroBatch]):
         self.num_processes = num_processes
         self.steps = steps
         self.token_budget = token_budget
-        self.samples_per_row = samples_per_row
+        self._limits = StepLimits(
+            num_processes=num_processes,
+            steps=steps,
+            token_budget=token_budget,
+            samples_per_row=samples_per_row,
+            share_prefixes=share_prefixes,
+            token_cost=token_cost,
+        )
+        self._kind = _PLACEMENTS[placement]
         self.scorers = tuple(scorers)
         self.metrics = metrics
-        self.share_prefixes = share_prefixes
         self.stop_token_ids = None if stop_token_ids is None else frozenset(stop_token_ids)
         self.groups_per_step = groups_per_step
         self.oversize = oversize
@@ -136,20 +153,20 @@ class StepPlanner(IterableDataset[MicroBatch]):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         rollout_numbers = count()
-        step = _Step(self)
+        step = self._open_step()
         for group in _whole_groups(self.dataset):
             if group is None:
-                if step.num_samples >= len(step.rows):
+                if step.num_samples >= self._limits.num_rows:
                     yield from step.emit()
-                    step = _Step(self)
+                    step = self._open_step()
                 continue
             group = self._admit(group, rollout_numbers)
             if self._has_oversize(group):
                 self._drop(group, "oversize")
                 continue
             if not step.place(group):
-                following = _Step(self)
-                if not (following.place(group) or following.place(_longest_first(group))):
+                following = self._open_step()
+                if not (following.place(group) or following.place(longest_first(group))):
                     self._drop(group, "group_too_large")
                     continue
                 if step.groups:
@@ -157,23 +174,12 @@ class StepPlanner(IterableDataset[MicroBatch]):
                 step = following
             if len(step.groups) == self.groups_per_step:
                 yield from step.emit()
-                step = _Step(self)
+                step = self._open_step()
         if step.groups:
             yield from step.emit()
 
-    def new_row(self) -> ScoredRow:
-        """An empty row."""
-        return ScoredRow(share_prefixes=self.share_prefixes)
-
-    def has_room(self, row: ScoredRow, sample: Sample) -> bool:
-        """Whether `row` stays within its bound with `sample` added."""
-        if self.token_budget > 0:
-            return row.fits(sample, self.token_budget)
-        return len(row.samples) < self.samples_per_row
-
-    def weight(self, row: ScoredRow) -> int:
-        """What spreading evens out: attention load under a token budget, samples otherwise."""
-        return row.load if self.token_budget > 0 else len(row.samples)
+    def _open_step(self) -> OpenStep:
+        return self._kind(self._limits, self.scorers, self.metrics)
 
     def _admit(self, group: list[Sample], rollout_numbers: Iterator[int]) -> list[Sample]:
         """Copies of the samples (the caller's dicts stay as they are) with an int rollout_id and truncated set."""
@@ -214,106 +220,6 @@ class StepPlanner(IterableDataset[MicroBatch]):
             self.on_dropped(group, reason)
 
 
-class _Step:
-    """The open rows of one optimizer step."""
-
-    def __init__(self, planner: StepPlanner) -> None:
-        self.planner = planner
-        self.rows = [planner.new_row() for _ in range(planner.steps * planner.num_processes)]
-        self.groups: dict[int, list[Sample]] = {}
-
-    @property
-    def num_samples(self) -> int:
-        return sum(len(row.samples) for row in self.rows)
-
-    def place(self, group: list[Sample]) -> bool:
-        """Add the whole group, or nothing of it: False when it does not fit, or when its id is here already."""
-        if group[0]["group_id"] in self.groups:
-            return False
-        before = [len(row.samples) for row in self.rows]
-        for sample in group:
-            row = self._row_for(sample)
-            if row is None:
-                for touched, num_samples in zip(self.rows, before, strict=True):
-                    touched.truncate(num_samples)
-                return False
-            row.add(sample)
-        self.groups[group[0]["group_id"]] = group
-        return True
-
-    def _row_for(self, sample: Sample) -> ScoredRow | None:
-        """The row `sample` belongs in: one that holds its group, else any, the least loaded that has room."""
-        by_load = sorted(self.rows, key=lambda row: row.load)
-        for home in (True, False):
-            for row in by_load:
-                if (sample["group_id"] in row.groups) is home and self.planner.has_room(row, sample):
-                    return row
-        return None
-
-    def emit(self) -> Iterator[MicroBatch]:
-        self._spread()
-        self._fill()
-        self._attach_extras()
-        self._name_rewards()
-        width = self.planner.num_processes
-        for start in range(0, len(self.rows), width):
-            yield self.rows[start : start + width]
-
-    def _spread(self) -> None:
-        """Give each empty row the last samples of the heaviest rows, while that leaves it no heavier than they are."""
-        for target in self.rows:
-            if not target.samples:
-                while self._move_to(target):
-                    pass
-
-    def _move_to(self, target: ScoredRow) -> bool:
-        donors = [row for row in self.rows if len(row.samples) > 1 and row is not target]
-        if not donors:
-            return False
-        donor = max(donors, key=self.planner.weight)
-        sample = donor.samples[-1]
-        if not self.planner.has_room(target, sample):
-            return False
-        donor.truncate(len(donor.samples) - 1)
-        target.add(sample)
-        if len(target.samples) > 1 and self.planner.weight(target) > self.planner.weight(donor):
-            target.truncate(len(target.samples) - 1)
-            donor.add(sample)
-            return False
-        return True
-
-    def _fill(self) -> None:
-        """Give each row that is still empty a copy of the shortest sample that trains nothing and is not scored."""
-        empty = [row for row in self.rows if not row.samples]
-        if not empty:
-            return
-        shortest = min(self._samples(), key=lambda sample: len(sample["input_ids"]))
-        for row in empty:
-            row.add(filler_of(shortest))
-        self.planner.metrics.setdefault("batch/filler_rows_total", []).append(float(len(empty)))
-
-    def _attach_extras(self) -> None:
-        """Ask each scorer for each group's extras, and put a group's on the row that holds its lowest uid."""
-        row_of = {sample["uid"]: row for row in self.rows for sample in row.samples}
-        uids = count(FIRST_EXTRA_UID, -1)
-        for group_id, group in self.groups.items():
-            by_uid = sorted(group, key=lambda sample: sample["uid"])
-            row = row_of[by_uid[0]["uid"]]
-            for index, scorer in enumerate(self.planner.scorers):
-                row.extras += [(index, group_id, next(uids), extra) for extra in scorer.group_extras(by_uid)]
-
-    def _name_rewards(self) -> None:
-        names = tuple(sorted({name for sample in self._samples() for name in sample["rewards"]}))
-        taken = [scorer.name for scorer in self.planner.scorers if scorer.name in names]
-        if taken:
-            raise ValueError(f"scorers must not have the name of a reward column of the samples, got {taken}")
-        for row in self.rows:
-            row.reward_names = names
-
-    def _samples(self) -> Iterator[Sample]:
-        return (sample for group in self.groups.values() for sample in group)
-
-
 def _whole_groups(dataset: Iterable[Sample | None]) -> Iterator[list[Sample] | None]:
     """The runs of `group_size` samples of one group, and the stalls between them."""
     group: list[Sample] = []
@@ -332,7 +238,3 @@ def _whole_groups(dataset: Iterable[Sample | None]) -> Iterator[list[Sample] | N
             f"dataset must yield a group's samples in a run of group_size, got {len(group)} of "
             f"{group[0]['group_size']} samples of group {group[0]['group_id']}"
         )
-
-
-def _longest_first(group: list[Sample]) -> list[Sample]:
-    return sorted(group, key=lambda sample: -len(sample["input_ids"]))

@@ -1,0 +1,122 @@
+"""The "balanced" placement: a step's samples in lexicographic order, cut into contiguous rows of even cost.
+
+Neighbours in that order share the longest prefixes, so a contiguous range packs well, and its tokens and its cost
+follow from prefix sums over neighbours' common prefixes alone. A greedy left-to-right fill is optimal among contiguous
+cuts under a bound on a row's cost; the bound is bisected.
+
+A token costs `token_cost` + the keys it sees, in units of the attention FLOPs of one visible key.
+"""
+
+from bisect import bisect_right
+from collections.abc import MutableMapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from treepack.scoring.forest import shared_nodes
+from treepack.scoring.open_step import OpenStep, StepLimits
+from treepack.scoring.rows import ScoredRow
+from treepack.scoring.samples import Sample
+from treepack.scoring.scorer import TrainerScorer
+
+_PRECISION = 2000  # the bisected cost bound is within 1 / this of the best one
+
+Range = tuple[int, int]
+
+
+class BalancedStep(OpenStep):
+    """The samples of one step in lexicographic order of their tokens, with the prefix sums that a cut needs."""
+
+    def __init__(
+        self, limits: StepLimits, scorers: Sequence[TrainerScorer], metrics: MutableMapping[str, list[Any]]
+    ) -> None:
+        super().__init__(limits, scorers, metrics)
+        self._ordered: list[tuple[bytes, Sample]] = []
+        self._shared: list[int] = []  # nodes each sample shares with the one before it
+        self._sum_up()
+
+    def _place(self, group: list[Sample]) -> bool:
+        before = self._ordered.copy(), self._shared.copy()
+        for sample in group:
+            self._insert(sample)
+        self._sum_up()
+        if self._fill_from_left(float("inf"), self._num_rows()) is not None:
+            return True
+        self._ordered, self._shared = before
+        self._sum_up()
+        return False
+
+    def _rows(self) -> list[ScoredRow]:
+        """The costliest rows first, so that rows of similar cost share a micro-batch."""
+        rows = [self.limits.new_row() for _ in range(self.limits.num_rows)]
+        for row, (start, stop) in zip(rows, self._cut()):
+            for _, sample in self._ordered[start:stop]:
+                row.add(sample)
+        return rows
+
+    def _cut(self) -> list[Range]:
+        num_rows = self._num_rows()
+        best = self._fill_from_left(float("inf"), num_rows)
+        assert best is not None
+        low, high = self._cost_sums[-1] / num_rows, max(self._cost(row) for row in best)
+        while high - low > low / _PRECISION:
+            bound = (low + high) / 2
+            rows = self._fill_from_left(bound, num_rows)
+            if rows is None:
+                low = bound
+            else:
+                best, high = rows, bound
+        best.sort(key=self._cost, reverse=True)
+        return best
+
+    def _num_rows(self) -> int:
+        return min(self.limits.num_rows, len(self._ordered))
+
+    def _insert(self, sample: Sample) -> None:
+        key = sample["input_ids"].astype(">i8").tobytes()
+        index = bisect_right(self._ordered, key, key=lambda entry: entry[0])
+        self._ordered.insert(index, (key, sample))
+        self._shared[index : index + 1] = [self._shared_with_previous(i) for i in (index, index + 1)][
+            : len(self._ordered) - index
+        ]
+
+    def _shared_with_previous(self, index: int) -> int:
+        if index == 0 or not self.limits.share_prefixes or index >= len(self._ordered):
+            return 0
+        return shared_nodes(self._ordered[index - 1][1]["input_ids"], self._ordered[index][1]["input_ids"])
+
+    def _sum_up(self) -> None:
+        lengths = [len(sample["input_ids"]) for _, sample in self._ordered]
+        self._token_sums = [0, *accumulate(n - shared for n, shared in zip(lengths, self._shared))]
+        self._trained_sums = [0, *accumulate(int(sample["completion_mask"].sum()) for _, sample in self._ordered)]
+        self._cost_sums = [
+            0.0,
+            *accumulate(self._path_cost(n) - self._path_cost(shared) for n, shared in zip(lengths, self._shared)),
+        ]
+
+    def _path_cost(self, depth: int) -> float:
+        return self.limits.token_cost * depth + depth * (depth + 1) / 2
+
+    def _cost(self, row: Range) -> float:
+        start, stop = row
+        return self._cost_sums[stop] - self._cost_sums[start] + self._path_cost(self._shared[start])
+
+    def _fill_from_left(self, bound: float, num_rows: int) -> list[Range] | None:
+        """`num_rows` non-empty rows that cost at most `bound` each, filled from the left, or None."""
+        rows, start, end = [], 0, len(self._ordered)
+        for left in range(num_rows - 1, -1, -1):
+            stop = min(end - left, self._furthest(start, bound))
+            if stop <= start:
+                return None
+            rows.append((start, stop))
+            start = stop
+        return rows if start == end else None
+
+    def _furthest(self, start: int, bound: float) -> int:
+        """Where a row that starts at `start` must stop at the latest."""
+        shared = self._shared[start]
+        by_cost = bisect_right(self._cost_sums, bound + self._cost_sums[start] - self._path_cost(shared)) - 1
+        if self.limits.token_budget <= 0:
+            return min(by_cost, start + self.limits.samples_per_row)
+        by_tokens = bisect_right(self._token_sums, self.limits.token_budget + self._token_sums[start] - shared) - 1
+        by_trained = bisect_right(self._trained_sums, self.limits.token_budget + self._trained_sums[start]) - 1
+        return min(by_cost, by_tokens, by_trained)
