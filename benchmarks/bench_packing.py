@@ -1,0 +1,246 @@
+"""Planning and packing one optimizer step: fits + add + pack + collate, against TRL's batcher and collator.
+
+`limit` is the time to read every byte of the samples once and write every byte of the batches once. `state` is what the
+rows of a planned step occupy besides the samples, per unique token.
+"""
+
+import gc
+import tracemalloc
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness import Compare, Comparison, Figure, timer
+from support.traces import load_trace, trace_paths
+from treepack import ScoringCollator, TreeRow
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # TRL warns that async GRPO is experimental
+    from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout, TokenBudgetBatcher
+    from trl.experimental.async_grpo.packing import TreeRow as TRLRow
+
+VOCABULARY = 151_000
+Sample = dict[str, Any]
+Samples = list[Sample]
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    samples: Callable[[], Samples]
+    ranks: int
+    token_budget: int
+    target: float | None = None
+    of_limit: float | None = None
+    peer_rounds: int = 1
+
+
+def _sample(
+    rng: np.random.Generator, ids: np.ndarray, mask: np.ndarray, group: int, advantage: float
+) -> dict[str, Any]:
+    return {
+        "input_ids": ids,
+        "completion_mask": mask,
+        "old_log_probs": np.where(mask == 1, -rng.exponential(0.5, len(ids)), 0.0).astype(np.float32),
+        "advantage": advantage,
+        "group_id": group,
+        "metrics": {"reward": advantage},
+    }
+
+
+def chat(groups: int, rollouts: int, prompt: int, completion: int, *, sigma: float) -> Samples:
+    """Groups of completions with log-normal lengths over one prompt; they agree on a few first tokens."""
+    rng = np.random.default_rng(0)
+    system = rng.integers(0, VOCABULARY, 64)
+    samples = []
+    for group in range(groups):
+        length = max(72, int(prompt * rng.uniform(0.7, 1.3)))
+        head = np.concatenate([system, rng.integers(0, VOCABULARY, length - 64)])
+        common = rng.integers(0, VOCABULARY, 64)
+        for _ in range(rollouts):
+            n = int(np.clip(rng.lognormal(np.log(completion) - sigma**2 / 2, sigma), 16, 8 * completion))
+            tail = rng.integers(0, VOCABULARY, n)
+            agreed = min(n, 64, int(rng.geometric(0.3)) - 1)
+            tail[:agreed] = common[:agreed]
+            mask = np.repeat([0, 1], [length, n])
+            samples.append(_sample(rng, np.concatenate([head, tail]), mask, group, rng.normal()))
+    return samples
+
+
+def agentic(groups: int, rollouts: int, forks: int, length: int) -> Samples:
+    """Conversations of ~400 trained and ~300 tool tokens a turn; each row forks off the last at 50 to 95 % of it."""
+    rng = np.random.default_rng(0)
+    system = rng.integers(0, VOCABULARY, length // 16)
+    samples = []
+    for group in range(groups):
+        prompt = np.concatenate([system, rng.integers(0, VOCABULARY, length // 16)])
+        for _ in range(rollouts):
+            advantage, ids = rng.normal(), prompt
+            for fork in range(forks):
+                n = int(length * rng.uniform(0.7, 1.0))
+                start = len(prompt) if fork == 0 else int(min(len(ids), n - 200) * rng.uniform(0.5, 0.95))
+                ids = np.concatenate([ids[:start], rng.integers(0, VOCABULARY, n - start)])
+                mask, turn = np.zeros(n, dtype=np.int64), start
+                while turn < n:
+                    stop = turn + int(rng.integers(200, 600))
+                    mask[turn:stop] = 1
+                    turn = stop + int(rng.integers(100, 500))
+                samples.append(_sample(rng, ids, mask, group, advantage))
+    return samples
+
+
+def one_row(tokens: int) -> Samples:
+    rng = np.random.default_rng(0)
+    mask = np.repeat([0, 1], [tokens // 64, tokens - tokens // 64])
+    return [_sample(rng, rng.integers(0, VOCABULARY, tokens), mask, 0, 1.0)]
+
+
+def trace(path: Path, groups: int) -> Samples:
+    return [sample for group in load_trace(path, groups) for sample in group]
+
+
+# TRL needs tolerable time for these many groups of each trace.
+TRACE_GROUPS = {"gsm8k_solutions": 400, "game24_samples": 2, "airline_conversations": 12, "airline_turns": 3}
+
+CASES = [
+    Case("64 x 8 x ~1.5k", lambda: chat(64, 8, 512, 1024, sigma=0.7), 8, 32768, target=90, of_limit=3.5, peer_rounds=2),
+    Case(
+        "16 x 16 x ~6k", lambda: chat(16, 16, 2048, 4096, sigma=0.5), 8, 32768, target=130, of_limit=3.5, peer_rounds=2
+    ),
+    Case("agentic 16 x 8 x 4 x ~16k", lambda: agentic(16, 8, 4, 16000), 8, 32768, target=150, of_limit=3.5),
+    Case("one row of 131k", lambda: one_row(131_072), 1, 131_072, peer_rounds=2),
+    *(
+        Case(path.stem, lambda path=path: trace(path, TRACE_GROUPS.get(path.stem, 16)), 4, 32768)  # type: ignore[misc]
+        for path in trace_paths()
+    ),
+]
+SMOKE_CASES = [
+    Case("smoke: 4 x 2 x ~60", lambda: chat(4, 2, 72, 32, sigma=0.5), 2, 400),
+    Case("smoke: agentic 2 x 2 x 2 x ~600", lambda: agentic(2, 2, 2, 600), 2, 2000),
+]
+
+
+def plan(
+    samples: Samples, ranks: int, place: Callable[[list[Any], dict[str, Any]], Any], row: type
+) -> Iterator[list[Any]]:
+    """TRL's TokenBudgetBatcher loop, except that what is left at the end is emitted too, on every rank."""
+    rows = [row() for _ in range(ranks)]
+    for sample in samples:
+        while (placed := place(rows, sample)) is None:
+            yield rows
+            rows = [row() for _ in range(ranks)]
+        placed.add(sample)
+    for open_row in rows:
+        if not open_row.samples:
+            open_row.add(samples[-1])
+    yield rows
+
+
+def least_loaded(rows: list[TreeRow], sample: Sample, token_budget: int) -> TreeRow | None:
+    """TRL's placement rule: a row that holds the group, else any, the least loaded that fits."""
+
+    def first_fit(candidates: list[TreeRow]) -> TreeRow | None:
+        candidates = sorted(candidates, key=lambda row: row.load)
+        return next((row for row in candidates if row.fits(sample, token_budget)), None)
+
+    home = [row for row in rows if sample["group_id"] in row.groups]
+    if (placed := first_fit(home)) is not None:
+        return placed
+    if home and all(row.samples for row in rows):
+        return None
+    return first_fit(rows)
+
+
+def plan_ours(samples: Samples, case: Case) -> Iterator[list[TreeRow]]:
+    return plan(samples, case.ranks, lambda rows, sample: least_loaded(rows, sample, case.token_budget), TreeRow)
+
+
+def pack_ours(samples: Samples, case: Case, collate: ScoringCollator) -> Iterator[Batch]:
+    return (collate([rows]) for rows in plan_ours(samples, case))
+
+
+def pack_trl(samples: Samples, case: Case, collate: DataCollatorForRollout) -> Iterator[Batch]:
+    batcher = TokenBudgetBatcher([], case.ranks, case.token_budget, {})
+    return (collate([rows]) for rows in plan(samples, case.ranks, batcher._place, TRLRow))
+
+
+def consume(batches: Iterator[Batch]) -> None:
+    """Like a trainer: a batch is gone when the next one is asked for, but for the one that is prefetched."""
+    deque(batches, maxlen=1)
+
+
+def assert_equal(ours: Iterable[Batch], theirs: Iterable[Batch]) -> None:
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert mine.keys() == other.keys()
+        for key in other:
+            assert mine[key].dtype == other[key].dtype, (index, key)
+            assert torch.equal(mine[key], other[key]), (index, key)
+
+
+def limit_seconds(samples: Samples, batches: list[Batch], rounds: int = 5) -> float:
+    """CPU seconds to read every byte of the samples once and write every byte of the batches once."""
+    shapes = [[(tuple(t.shape), t.numpy().dtype) for t in batch.values()] for batch in batches]
+    seconds = []
+    for _ in range(rounds):
+        start = timer()
+        for sample in samples:
+            for key in ("input_ids", "completion_mask", "old_log_probs"):
+                sample[key].sum()
+        for arrays in shapes:
+            written = [np.empty(shape, dtype) for shape, dtype in arrays]
+            for array in written:
+                array.fill(1)
+        seconds.append(timer() - start)
+    return float(np.median(seconds))
+
+
+def state_bytes_per_token(samples: Samples, case: Case) -> float:
+    """Bytes that the planned rows of all samples occupy, per unique token, samples themselves left out."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        rows = [row for micro_batch in plan_ours(samples, case) for row in micro_batch]
+        occupied, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return occupied / sum(row.num_tokens for row in rows)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cases = SMOKE_CASES if metafunc.config.getoption("smoke") else CASES
+    metafunc.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def test_packing(compare: Compare, case: Case) -> None:
+    samples = case.samples()
+    # One collator for all rounds, as for all steps of a training run.
+    options: dict[str, Any] = {"metrics": defaultdict(list), "token_budget": case.token_budget}
+    our_collator = ScoringCollator(0, case.ranks, **options)
+    trl_collator = DataCollatorForRollout(0, case.ranks, **options)
+    batches = list(pack_ours(samples, case, our_collator))
+
+    def figures(record: Comparison) -> dict[str, Figure]:
+        return {
+            "of the limit": Figure(record.ours_s / limit_seconds(samples, batches), "x", at_most=case.of_limit),
+            "state": Figure(state_bytes_per_token(samples, case), "B/token", at_most=8),
+            "unique": Figure(sum(float(batch["global_n_forward_tokens"][0]) for batch in batches), "tokens"),
+        }
+
+    compare(
+        case.name,
+        ours=lambda: consume(pack_ours(samples, case, our_collator)),
+        peers={"TRL": lambda: consume(pack_trl(samples, case, trl_collator))},
+        check=lambda: assert_equal(batches, pack_trl(samples, case, trl_collator)),
+        target=case.target,
+        rounds=9,
+        peer_rounds=case.peer_rounds,
+        figures=figures,
+    )
