@@ -125,14 +125,16 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_memory_is_that_of_one_chunk():
-    hidden, head, index, targets = inputs(num_tokens=3000, hidden_size=4, vocab=30_000, count=3000, dtype=torch.float32)
-    with LargestTensor([hidden, head]) as largest:
+def test_memory_is_that_of_one_chunk(monkeypatch):
+    monkeypatch.setattr(log_probs, "BLOCK_P", 128)
+    monkeypatch.setattr(log_probs, "BLOCK_V", 1024)
+    hidden, head, index, targets = inputs(num_tokens=600, hidden_size=4, vocab=6000, count=600, dtype=torch.float32)
+    with LargestTensor([hidden, head]) as chunked:
         token_log_probs(hidden, head, index, targets).sum().backward()
-    assert largest.numel == log_probs.BLOCK_P * log_probs.BLOCK_V  # 8.4 M of the 90 M logits
     with LargestTensor([hidden, head]) as all_at_once:
         plain(hidden, head, index, targets)
-    assert all_at_once.numel == 3000 * 30_000
+    assert chunked.numel == 128 * 1024
+    assert all_at_once.numel == 600 * 6000
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
