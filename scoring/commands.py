@@ -112,8 +112,10 @@ def score(
 ) -> None:
     """Plan, pack and score rollouts as an async GRPO trainer would.
 
-    Writes to DIR: scored.parquet (a line a sample: rewards, advantage, place in the step, why it is not trained),
-    report.json, and the pictures tokens.png, rows.png and tree.png. Those of an earlier run are replaced.
+    Writes to DIR, in place of an earlier run's files:
+      scored.parquet  a line a sample: rewards, advantage, where it trains, or why not
+      report.json     the figures of the job, its steps and rows
+      tokens.png, rows.png, tree.png
 
     Exit codes:
       0    done

@@ -124,10 +124,10 @@ def _read_model(path: Path, seed: int) -> tuple[Any, str, list[str]]:
             attn_implementation="treepack",
             output_loading_info=True,
         )
-    except (OSError, ImportError, KeyError, RuntimeError, ValueError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"{path}: cannot be loaded: {str(error).strip().partition(chr(10))[0]}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # whatever the readers of a damaged or unknown file run into
+        raise ModelError(f"{path}: cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     missing = sorted(info["missing_keys"])
     notes = [f"{', '.join(missing)} not in the checkpoint: random (seed {seed})"] if missing else []

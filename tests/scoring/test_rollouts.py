@@ -1,6 +1,5 @@
 """Reading rollouts: three formats give the same value, and each wrong file its own one-line error."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from support.rollout_files import npz_arrays, write_rollouts
 from treepack.scoring.errors import RolloutError
 from treepack.scoring.rollouts import Rollouts, bundled_rollouts, read_rollouts
 
@@ -20,36 +20,6 @@ ROWS = [
     {"input_ids": [9], "completion_mask": [0], "group_id": 3, "rollout_id": 1, "reward": None},
     {"input_ids": [5, 6, 8, 8], "completion_mask": [0, 0, 1, 0], "group_id": 7, "rollout_id": 4, "reward": 0.5},
 ]
-
-
-def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """The rows as a file of the format that the suffix names."""
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif path.suffix == ".parquet":
-        pq.write_table(pa.table(columns_of(rows)), path)
-    else:
-        np.savez(path, **npz_arrays(rows))
-    return path
-
-
-def npz_arrays(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    columns = columns_of(rows)
-    arrays = {}
-    for name, values in columns.items():
-        if name in ("input_ids", "completion_mask", "old_log_probs"):
-            arrays[name] = np.concatenate([np.array(value) for value in values])
-        elif name == "reward" or name.startswith("rewards/"):
-            arrays[name] = np.array([np.nan if value is None else value for value in values])
-        else:
-            arrays[name] = np.array(values)
-    arrays["completion_mask"] = np.packbits(arrays["completion_mask"].astype(bool))
-    arrays["offsets"] = np.cumsum([0, *map(len, columns["input_ids"])])
-    return arrays
 
 
 def changed(row: int, **values: Any) -> list[dict[str, Any]]:
@@ -76,7 +46,7 @@ def assert_read(rollouts: Rollouts) -> None:
 
 
 def test_every_format_reads_the_same(path: Path) -> None:
-    assert_read(read_rollouts(write(path, ROWS)))
+    assert_read(read_rollouts(write_rollouts(path, ROWS)))
 
 
 def test_optional_columns(path: Path) -> None:
@@ -91,7 +61,7 @@ def test_optional_columns(path: Path) -> None:
         }
         for i, row in enumerate(ROWS)
     ]
-    rollouts = read_rollouts(write(path, rows))
+    rollouts = read_rollouts(write_rollouts(path, rows))
     assert rollouts.uid.tolist() == [10, 9, 8]
     assert rollouts.finished.tolist() == [False, True, False]
     assert rollouts.old_log_probs is not None
@@ -104,17 +74,17 @@ def test_optional_columns(path: Path) -> None:
 
 def test_rollout_ids_may_be_strings(path: Path) -> None:
     rows = [{**row, "rollout_id": f"conversation-{row['rollout_id']}"} for row in ROWS]
-    sample = next(iter(read_rollouts(write(path, rows)).samples()))
+    sample = next(iter(read_rollouts(write_rollouts(path, rows)).samples()))
     assert sample["rollout_id"] == "conversation-4"
 
 
 def test_each_row_is_its_own_rollout_by_default(path: Path) -> None:
     rows = [{name: value for name, value in row.items() if name != "rollout_id"} for row in ROWS]
-    assert read_rollouts(write(path, rows)).rollout_id.tolist() == [0, 1, 2]
+    assert read_rollouts(write_rollouts(path, rows)).rollout_id.tolist() == [0, 1, 2]
 
 
 def test_samples_keep_a_group_in_a_run(path: Path) -> None:
-    samples = list(read_rollouts(write(path, ROWS)).samples())
+    samples = list(read_rollouts(write_rollouts(path, ROWS)).samples())
     assert [(s["uid"], s["group_id"], s["rollout_id"], s["group_size"]) for s in samples] == [
         (0, 7, 4, 2),
         (2, 7, 4, 2),
@@ -133,7 +103,7 @@ def test_samples_keep_a_group_in_a_run(path: Path) -> None:
 
 
 def test_limits_keep_the_first_groups_and_rows(path: Path) -> None:
-    rollouts = read_rollouts(write(path, ROWS))
+    rollouts = read_rollouts(write_rollouts(path, ROWS))
     assert [s["uid"] for s in rollouts.samples(limit_groups=1)] == [0, 2]
     kept = list(rollouts.samples(limit_rows=1))
     assert [(s["uid"], s["group_size"]) for s in kept] == [(0, 1), (1, 1)]
@@ -181,7 +151,7 @@ def content(sample: dict[str, Any]) -> bytes:
 )
 def test_wrong_values_name_column_and_row(path: Path, rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(RolloutError, match=message) as raised:
-        read_rollouts(write(path, rows))
+        read_rollouts(write_rollouts(path, rows))
     assert str(raised.value).startswith(str(path))
     assert "\n" not in str(raised.value)
 
@@ -193,7 +163,7 @@ def test_missing_column(path: Path, missing: str) -> None:
         del arrays[missing]
         np.savez(path, **arrays)
     else:
-        write(path, [{name: value for name, value in row.items() if name != missing} for row in ROWS])
+        write_rollouts(path, [{name: value for name, value in row.items() if name != missing} for row in ROWS])
     with pytest.raises(RolloutError, match=f"missing column '{missing}'"):
         read_rollouts(path)
 
@@ -215,7 +185,7 @@ def test_missing_column(path: Path, missing: str) -> None:
 )
 def test_wrong_lists(tmp_path: Path, suffix: str, rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(RolloutError, match=message):
-        read_rollouts(write(tmp_path / f"rollouts{suffix}", rows))
+        read_rollouts(write_rollouts(tmp_path / f"rollouts{suffix}", rows))
 
 
 @pytest.mark.parametrize(
@@ -242,11 +212,11 @@ def test_wrong_npz(tmp_path: Path, arrays: dict[str, Any], message: str) -> None
 def test_jsonl_row_without_a_value(tmp_path: Path) -> None:
     rows = changed(1)
     del rows[1]["group_id"], rows[1]["reward"]
-    path = write(tmp_path / "rollouts.jsonl", rows)
+    path = write_rollouts(tmp_path / "rollouts.jsonl", rows)
     with pytest.raises(RolloutError, match="column 'group_id', row 1: missing or null"):
         read_rollouts(path)
     rows[1]["group_id"] = 3
-    assert_read(read_rollouts(write(path, rows)))  # a reward left out is not applicable
+    assert_read(read_rollouts(write_rollouts(path, rows)))  # a reward left out is not applicable
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".parquet", ".jsonl"])
