@@ -1,7 +1,7 @@
 """Launch configurations of the Triton attention: a pure function of the shapes, the dtype and the device's limits.
 
-There is no autotuning at run time: the tiles come from tables, and tests/kernels/aot compiles each of them ahead of time
-and judges its registers, spills, shared memory and instructions.
+There is no autotuning at run time: the tiles come from tables, and tests/kernels/aot compiles them ahead of time and
+judges their registers, spills, shared memory and instructions.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Tree attention on a GPU: launches the Triton kernels; the counterpart of `cpu.py`.
 
-Nothing is read from the device but, once a plan, the length of the schedule (`TreePlan.schedule`). Every sum has a fixed
-order, so results repeat bit for bit.
+Nothing is read from the device but, once a plan, the length of the schedule (`TreePlan.schedule`). Every sum has a
+fixed order, so results repeat bit for bit.
 
 Legend: H query heads, K kv heads, N tokens, D head dim, V value dim.
 """

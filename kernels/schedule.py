@@ -104,7 +104,7 @@ def query_stops(subtree_end: Tensor, depth: Tensor, window: int | None) -> Tenso
     chains = _chains(subtree_end, depth)
     deepest = chains.level + window - 1
     last = chains.end - 1
-    # Where the subtree's last path goes deeper than the window, its last token at that depth is the last to see the key.
+    # Where the subtree's last path leaves the window, the last token at its edge is the last to see the key.
     cut = chains.last_at_level(deepest.clamp(max=len(last) - 1), chains.end)
     return (torch.where(chains.level[last] <= deepest, last, cut) + 1).int()
 
@@ -130,7 +130,7 @@ class _Chains:
         return torch.where(level < 0, -1, token)
 
     def first_unseen(self, start: Tensor, query: Tensor) -> Tensor:
-        """First key on the chain that begins at `start` whose subtree ends at `query` or before; else the chain's stop."""
+        """First key on the chain from `start` whose subtree ends at `query` or before; else the chain's stop."""
         # Sorted, since within a chain the ends never rise.
         order = self.start * (self.num_tokens + 1) + self.num_tokens - self.end
         return torch.searchsorted(order, start * (self.num_tokens + 1) + self.num_tokens - query)

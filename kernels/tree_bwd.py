@@ -1,8 +1,8 @@
 """Tree attention, backward, in Triton (launched by `gpu.py`): three kernels, every sum in a fixed order.
 
-`prepare_kernel` reads the output's gradient once, for what every score's gradient subtracts. `key_kernel` (dK, dV) needs
-no list: the queries that see a key lie between it and its subtree's end, so a tile of keys walks one contiguous stretch of
-the row, all query heads of the group inside. `query_kernel` (dQ) walks the forward's key ranges.
+`prepare_kernel` computes what every score's gradient subtracts. `key_kernel` (dK, dV) needs no list: the queries that
+see a key lie between it and its subtree's end, so a tile of keys walks one contiguous stretch of the row, with all
+query heads of the group inside. `query_kernel` (dQ) walks the forward's key ranges.
 
 With P the weights normalised with the sinks and dP = dO V^T, the scores' gradient is P * (dP - delta), where
 delta = sum_V dO * O - dlse * exp(norm - lse): `lse` excludes the sinks, `norm` is the log of the whole denominator.
@@ -21,7 +21,7 @@ from treepack.kernels.triton_tiles import (
     log2_scores,
     packed_rows,
     store_tile,
-    visible_MN,
+    visible_pairs,
 )
 
 
@@ -142,18 +142,22 @@ def key_kernel(
         level_N = tl.load(DEPTH + key_N, mask=exists_N, other=0)
 
     for chunk in range(0, (GROUP + PACK - 1) // PACK):
+        local_M, head_M, in_group_M = packed_rows(kv_head, chunk, GROUP, PACK, BLOCK_M)
+        q_offset_M = local_M.to(tl.int64) * q_token + head_M * q_head
+        grad_offset_M = local_M.to(tl.int64) * grad_token + head_M * grad_head
         for first_query in range(first_key, query_stop, BLOCK_M // PACK):
-            query_M, head_M, exists_M = packed_rows(first_query, chunk, num_tokens, GROUP, PACK, BLOCK_M)
-            head_M = (kv_head * GROUP + head_M).to(tl.int64)
-            row_M = query_M.to(tl.int64)
+            query_M = first_query + local_M
+            exists_M = in_group_M & (query_M < num_tokens)
+            q_tile = Q + tl.cast(first_query, tl.int64) * q_token
+            grad_tile = GRAD_OUT + tl.cast(first_query, tl.int64) * grad_token
             # A missing row is all zeros and adds nothing.
-            q_MD = load_tile(Q, row_M * q_token + head_M * q_head, exists_M, 0, D, HEAD_DIM, True)
-            grad_MV = load_tile(GRAD_OUT, row_M * grad_token + head_M * grad_head, exists_M, 0, VD, VALUE_DIM, True)
+            q_MD = load_tile(q_tile, q_offset_M, exists_M, 0, D, HEAD_DIM, True)
+            grad_MV = load_tile(grad_tile, grad_offset_M, exists_M, 0, VD, VALUE_DIM, True)
             norm_M = tl.load(NORM + head_M * num_tokens + query_M, mask=exists_M, other=0.0)
             delta_M = tl.load(DELTA + head_M * num_tokens + query_M, mask=exists_M, other=0.0)
             dots = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION)
             if E > 0:
-                q_ME = load_tile(Q, row_M * q_token + head_M * q_head, exists_M, D, E, HEAD_DIM, True)
+                q_ME = load_tile(q_tile, q_offset_M, exists_M, D, E, HEAD_DIM, True)
                 dots = tl.dot(k_NE, tl.trans(q_ME), dots, input_precision=PRECISION)
             scores, tanh = log2_scores(dots, score_scale, cap_log2, HAS_SOFTCAP)
             seen = (key_N[:, None] <= query_M[None, :]) & (query_M[None, :] < end_N[:, None])
@@ -164,7 +168,7 @@ def key_kernel(
             grad_v_NV = tl.dot(weights.to(grad_MV.dtype), grad_MV, grad_v_NV, input_precision=PRECISION)
             grad_weights = tl.dot(v_NV, tl.trans(grad_MV), input_precision=PRECISION)
             if VE > 0:
-                grad_MW = load_tile(GRAD_OUT, row_M * grad_token + head_M * grad_head, exists_M, VD, VE, VALUE_DIM, True)
+                grad_MW = load_tile(grad_tile, grad_offset_M, exists_M, VD, VE, VALUE_DIM, True)
                 grad_v_NW = tl.dot(weights.to(grad_MW.dtype), grad_MW, grad_v_NW, input_precision=PRECISION)
                 grad_weights = tl.dot(v_NW, tl.trans(grad_MW), grad_weights, input_precision=PRECISION)
             grad_scores = weights * (grad_weights - delta_M[None, :])
@@ -238,7 +242,7 @@ def _query_tile(
     scores, tanh = log2_scores(dots, score_scale, cap_log2, HAS_SOFTCAP)
     weights = tl.exp2(scores - norm_M[:, None])
     if MASKED:
-        seen = visible_MN(query_M, query_level_M, first_key + local_N, in_range_N, END, DEPTH, window, HAS_WINDOW)
+        seen = visible_pairs(query_M, query_level_M, first_key + local_N, in_range_N, END, DEPTH, window, HAS_WINDOW)
         weights = tl.where(seen, weights, 0.0)
     grad_scores = weights * (grad_weights - delta_M[:, None])
     if HAS_SOFTCAP:
@@ -299,23 +303,24 @@ def query_kernel(
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     chunks: tl.constexpr = (GROUP + PACK - 1) // PACK
     kv_head = tl.program_id(1) // chunks
-    query_M, head_M, exists_M = packed_rows(
-        block * (BLOCK_M // PACK), tl.program_id(1) % chunks, num_tokens, GROUP, PACK, BLOCK_M
-    )
-    head_M = (kv_head * GROUP + head_M).to(tl.int64)
-    row_M = query_M.to(tl.int64)
+    local_M, head_M, exists_M = packed_rows(kv_head, tl.program_id(1) % chunks, GROUP, PACK, BLOCK_M)
+    query_M = block * (BLOCK_M // PACK) + local_M
+    exists_M = exists_M & (query_M < num_tokens)
     query_level_M = query_M
     if HAS_WINDOW:
         query_level_M = tl.load(DEPTH + query_M, mask=exists_M, other=0)
-    q_MD = load_tile(Q, row_M * q_token + head_M * q_head, exists_M, 0, D, HEAD_DIM, True)
-    grad_MV = load_tile(GRAD_OUT, row_M * grad_token + head_M * grad_head, exists_M, 0, VD, VALUE_DIM, True)
+    row_M = query_M.to(tl.int64)
+    q_offset_M = row_M * q_token + head_M * q_head
+    grad_offset_M = row_M * grad_token + head_M * grad_head
+    q_MD = load_tile(Q, q_offset_M, exists_M, 0, D, HEAD_DIM, True)
+    grad_MV = load_tile(GRAD_OUT, grad_offset_M, exists_M, 0, VD, VALUE_DIM, True)
     grad_q_MD = tl.zeros([BLOCK_M, D], tl.float32)
     q_ME, grad_MW, grad_q_ME = q_MD, grad_MV, grad_q_MD
     if E > 0:
-        q_ME = load_tile(Q, row_M * q_token + head_M * q_head, exists_M, D, E, HEAD_DIM, True)
+        q_ME = load_tile(Q, q_offset_M, exists_M, D, E, HEAD_DIM, True)
         grad_q_ME = tl.zeros([BLOCK_M, E], tl.float32)
     if VE > 0:
-        grad_MW = load_tile(GRAD_OUT, row_M * grad_token + head_M * grad_head, exists_M, VD, VE, VALUE_DIM, True)
+        grad_MW = load_tile(GRAD_OUT, grad_offset_M, exists_M, VD, VE, VALUE_DIM, True)
     norm_M = tl.load(NORM + head_M * num_tokens + query_M, mask=exists_M, other=0.0)
     delta_M = tl.load(DELTA + head_M * num_tokens + query_M, mask=exists_M, other=0.0)
     K += kv_head.to(tl.int64) * k_head

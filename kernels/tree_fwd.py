@@ -22,7 +22,7 @@ from treepack.kernels.triton_tiles import (
     log2_scores,
     packed_rows,
     store_tile,
-    visible_MN,
+    visible_pairs,
 )
 
 
@@ -71,7 +71,7 @@ def _attend_tile(
         dots = tl.dot(q_ME, tl.trans(k_NE), dots, input_precision=PRECISION)
     scores, _ = log2_scores(dots, score_scale, cap_log2, HAS_SOFTCAP)
     if MASKED:
-        seen = visible_MN(query_M, query_level_M, first_key + local_N, in_range_N, END, DEPTH, window, HAS_WINDOW)
+        seen = visible_pairs(query_M, query_level_M, first_key + local_N, in_range_N, END, DEPTH, window, HAS_WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
     new_peak_M = tl.maximum(peak_M, tl.max(scores, 1))
     shift_M = new_peak_M
@@ -137,10 +137,9 @@ def forward_kernel(
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     chunks: tl.constexpr = (GROUP + PACK - 1) // PACK
     kv_head = tl.program_id(1) // chunks
-    query_M, head_M, exists_M = packed_rows(
-        block * (BLOCK_M // PACK), tl.program_id(1) % chunks, num_tokens, GROUP, PACK, BLOCK_M
-    )
-    head_M = (kv_head * GROUP + head_M).to(tl.int64)
+    local_M, head_M, exists_M = packed_rows(kv_head, tl.program_id(1) % chunks, GROUP, PACK, BLOCK_M)
+    query_M = block * (BLOCK_M // PACK) + local_M
+    exists_M = exists_M & (query_M < num_tokens)
     query_level_M = query_M
     if HAS_WINDOW:
         query_level_M = tl.load(DEPTH + query_M, mask=exists_M, other=0)

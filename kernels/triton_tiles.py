@@ -17,17 +17,17 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def packed_rows(first_token, chunk, num_tokens, GROUP: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Token and head (within the kv head's group) of each row of a query tile, and which rows exist.
+def packed_rows(kv_head, chunk, GROUP: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Token (counted from the tile's first) and query head of each row of a query tile, and whether it exists.
 
-    Heads lie innermost. A row past BLOCK_M // PACK tokens or past the group's heads does not exist.
+    Heads lie innermost. There are no rows past BLOCK_M // PACK tokens, nor past the group's heads.
     """
     row_M = tl.arange(0, BLOCK_M)
-    offset_M = row_M // PACK
+    local_M = row_M // PACK
     head_M = chunk * PACK + row_M % PACK
-    token_M = first_token + offset_M
-    exists_M = (offset_M < BLOCK_M // PACK) & (head_M < GROUP) & (token_M < num_tokens)
-    return token_M, head_M, exists_M
+    exists_M = (local_M < BLOCK_M // PACK) & (head_M < GROUP)
+    # 64 bits: offsets into tensors of more than 2^31 elements start from it.
+    return local_M, (kv_head * GROUP + head_M).to(tl.int64), exists_M
 
 
 @triton.jit
@@ -69,7 +69,8 @@ def store_tile(base, offset_R, exists_R, tile, FIRST: tl.constexpr, WIDTH: tl.co
 def log2_scores(dots, score_scale, cap_log2, HAS_SOFTCAP: tl.constexpr):
     """Scores in units of log2 e, for exp2; with a softcap also its tanh, whose square the gradient takes.
 
-    `score_scale` is scale / softcap and `cap_log2` softcap * log2(e) with a softcap, scale * log2(e) and unused without.
+    With a softcap `score_scale` is scale / softcap and `cap_log2` is softcap * log2(e); without, the former is
+    scale * log2(e) and the latter unused.
     """
     if HAS_SOFTCAP:
         # exp2 saturates to 0 and inf at the ends, hence tanh to -1 and 1.
@@ -82,7 +83,7 @@ def log2_scores(dots, score_scale, cap_log2, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def visible_MN(
+def visible_pairs(
     query_M,
     query_level_M,
     key_N,
