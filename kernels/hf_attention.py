@@ -41,7 +41,8 @@ def register_attention() -> None:
 
     In vision-language models give the name to the text part alone:
     `attn_implementation={"text_config": "treepack"}`. Call `check_tree_support(model)` once for what no attention
-    function can see (recurrent layers, rope types, ...). Calling this function again changes nothing.
+    function can see (recurrent layers, rope types, ...). Calling this function again changes nothing. Under
+    `torch.compile`, positions trace whole (`fullgraph=True` works); TRL's boundaries break the graph in each layer.
 
     The model's forward raises:
         ValueError: an attention_mask was given, the batch is not 1, queries and keys differ in number (a KV cache),
@@ -104,7 +105,7 @@ def _check_call(
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"keys must be as many as queries, got {key.shape[2]} and {query.shape[2]}: "
-            "pass use_cache=False, and no cache"
+            "a packed row goes without a KV cache (use_cache=False)"
         )
     if dropout > 0:
         raise NotImplementedError(
@@ -133,8 +134,8 @@ def _refuse_mask(
     """The mask a model asks for: None, once it is sure that the tree alone says all of it.
 
     transformers keeps a user's attention_mask from the attention function when this returns None, so that here is
-    the only place where one can be seen. An all-ones mask is refused like any other: to tell it would cost a wait for
-    the device in each forward.
+    the only place where one can be seen. All ones are refused like any other: whoever makes a mask means padding, of
+    which a packed row has none.
     """
     if attention_mask is not None:
         raise ValueError(_mask_message(attention_mask))
@@ -142,8 +143,8 @@ def _refuse_mask(
         raise NotImplementedError("a model's own mask function cannot be combined with a tree-packed row")
     if torch.compiler.is_compiling():
         return
-    # Bidirectional attention and image blocks are functions of their own here; what they share is that some token sees
-    # the one after it.
+    # Bidirectional attention and image blocks differ as functions; what they share is that some token sees the next.
+    # Reading the answer waits for the device, as transformers' own search for packed sequences just did.
     index_N = torch.arange(q_length, device=device)
     if bool(mask_function(0, 0, index_N[:-1], index_N[1:]).any()):
         raise NotImplementedError("the mask must be causal in tree attention, got one where a token sees a later one")

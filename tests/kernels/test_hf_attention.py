@@ -195,16 +195,19 @@ class TestDtype:
         assert attend(dtype=dtype).dtype == dtype
 
 
-def test_compiled_without_graph_break(packed: dict[str, Tensor]) -> None:
-    model = tiny_model("mistral", attn_implementation="treepack")
-    compiled = torch.compile(model.model, backend="aot_eager", fullgraph=True)
+def test_compiled_without_graph_break(packed: dict[str, Tensor], plans_built: list[str]) -> None:
+    model = tiny_model("mistral", attn_implementation="treepack", num_hidden_layers=2).model
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     arguments = {
         "input_ids": packed["input_ids"][None],
         "position_ids": packed["position_ids"][None],
         "use_cache": False,
     }
-    expected = model.model(**arguments).last_hidden_state
+    expected = model(**arguments).last_hidden_state
     torch.testing.assert_close(compiled(**arguments).last_hidden_state, expected, rtol=0, atol=2e-5)
+    plans_built.clear()
+    compiled(**arguments)
+    assert plans_built == ["from_position_ids"]
 
 
 class TestRefusals:
