@@ -7,23 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from treepack.scoring.advantages import combine_rewards, group_advantages, last_rows
 from treepack.scoring.collator import names_of
-from treepack.scoring.samples import FILLER_UID, FIRST_EXTRA_UID
+from treepack.scoring.collectives import exit_on_error, raised_on_all_ranks
 from treepack.scoring.scorer import TrainerScorer
 from treepack.scoring.sequences import chunk_inputs
+from treepack.scoring.step_tables import ExtraTable, Features, Float64, Int64, SampleTable, Scoring
 from treepack.scoring.trainer import LossNormalization, ScoringTrainer
 
-Float64 = npt.NDArray[np.float64]
-Int64 = npt.NDArray[np.int64]
 Metrics = dict[str, float | tuple[float, float]]
 
 TRAINED = ""
-
-_SAMPLE_FIELDS = ("group", "rollout", "truncated", "trained_tokens")
 
 
 @dataclass(frozen=True)
@@ -54,10 +50,10 @@ def score_step(trainer: ScoringTrainer, batches: Sequence[dict[str, Any]]) -> St
     """Score one optimizer step's micro-batches in place.
 
     Runs each scorer on the process's rows of every micro-batch, gathers the features, computes group rewards and
-    advantages, writes the advantages into the micro-batches, and takes samples without gradient (zero advantage,
-    unscorable, truncated under `mask_truncated_completions`) out of the loss and of `global_n_tokens`, which is what
-    dropping them before packing would have done. A row left without a loss term keeps one of advantage 0, outside
-    `global_n_tokens`, so that the loss has a graph.
+    advantages on every rank alike, writes the advantages into the micro-batches, and takes samples without gradient
+    (zero advantage, unscorable, truncated under `mask_truncated_completions`) out of the loss and of `global_n_tokens`,
+    which is what dropping them before packing would have done. A row left without a loss term keeps one of advantage 0,
+    outside `global_n_tokens`, so that the loss has a graph.
 
     Args:
         trainer: has accelerator, model, scorers and args as in `ScoringTrainer`. `trainer.model` is in eval mode while
@@ -70,27 +66,22 @@ def score_step(trainer: ScoringTrainer, batches: Sequence[dict[str, Any]]) -> St
 
     Raises:
         ValueError: a micro-batch without "scoring", or a scorer whose uids or rewards do not match the samples.
-        NotImplementedError: more than one process.
+        RuntimeError: another rank failed; the message is that rank's. Inside a sharded scorer's forward, where peers
+            wait in a collective, the failing process logs its error and ends instead.
     """
     start = time.perf_counter()
-    lacking = [m for m, batch in enumerate(batches) if "scoring" not in batch]
-    if not batches or lacking:
-        raise ValueError(
-            f"batches must be micro-batches of ScoringCollator, got none with 'scoring' at {lacking or 'all'}"
-        )
-    if trainer.accelerator.num_processes != 1:
-        raise NotImplementedError(
-            f"score_step runs on one process, got num_processes {trainer.accelerator.num_processes}"
-        )
-    scoring = [batch.pop("scoring") for batch in batches]
-    table = _SampleTable.of(scoring)
-    extras = _ExtraTable.of(scoring)
+    accelerator = trainer.accelerator
+    with raised_on_all_ranks(accelerator, "reading the micro-batches"):
+        scoring = _take_scoring(batches)
+    table = SampleTable.gather(accelerator, scoring)
+    extras = ExtraTable.gather(accelerator, scoring)
     names = names_of(scoring[0]["reward_names"]) + tuple(scorer.name for scorer in trainer.scorers)
     rewards = table.rewards
     metrics: Metrics = {}
     for index, scorer in enumerate(trainer.scorers):
-        features = _gather_features(trainer, scorer, index, scoring)
-        column, scorer_metrics = _group_rewards(scorer, features, table, extras.of_scorer(index))
+        features = _features(trainer, scorer, index, scoring)
+        with raised_on_all_ranks(accelerator, f"computing the group rewards of scorer {scorer.name!r}"):
+            column, scorer_metrics = _group_rewards(scorer, features, table, extras.of_scorer(index))
         rewards = np.concatenate([rewards, column[:, None]], axis=1)
         metrics |= scorer_metrics
 
@@ -106,90 +97,21 @@ def score_step(trainer: ScoringTrainer, batches: Sequence[dict[str, Any]]) -> St
     )
     reasons = _reasons(table, reward, advantages, trainer.args.mask_truncated_completions)
     trained_tokens = np.where([reason == TRAINED for reason in reasons], table.tokens, 0)
-    _write_back(batches, table, advantages, trained_tokens, trainer.args.loss_normalization)
-    if not trainer.accelerator.is_main_process:
+    _write_back(accelerator.process_index, batches, table, advantages, trained_tokens, trainer.args.loss_normalization)
+    if not accelerator.is_main_process:
         return None
     metrics |= _reward_metrics(names, rewards, reward, table)
     metrics["perf/score_s"] = time.perf_counter() - start
     return StepScores(names, table.uid, rewards, advantages, trained_tokens, reasons, metrics)
 
 
-@dataclass(frozen=True)
-class _SampleTable:
-    """The step's samples by rising uid, fillers left out."""
-
-    uid: Int64  # (B,)
-    group: Int64
-    rollout: Int64
-    truncated: npt.NDArray[np.bool_]
-    tokens: Int64  # loss terms each sample came with
-    rewards: Float64  # (B, C), the rollouts' own columns
-    place: Int64  # (B, 3): micro-batch, row of this process, column (segment_id)
-
-    @staticmethod
-    def of(scoring: Sequence[dict[str, Any]]) -> "_SampleTable":
-        parts: list[list[npt.NDArray[Any]]] = []
-        for m, entry in enumerate(scoring):
-            uid = entry["uid"].cpu().numpy()
-            row, column = np.nonzero(uid >= 0)
-            fields = [
-                entry[key].cpu().numpy()[row, column] for key in ("group", "rollout", "truncated", "trained_tokens")
-            ]
-            rewards = entry["rewards"].cpu().numpy()[row, column]
-            parts.append([uid[row, column], *fields, rewards, np.stack([np.full_like(row, m), row, column], axis=1)])
-        uid, group, rollout, truncated, tokens, rewards, place = (np.concatenate(column) for column in zip(*parts))
-        order = np.argsort(uid, kind="stable")
-        uid = uid[order]
-        twice = uid[1:][uid[1:] == uid[:-1]]
-        if len(twice):
-            raise ValueError(f"uid must be unique in a step, got {int(twice[0])} twice")
-        return _SampleTable(
-            uid,
-            group[order],
-            rollout[order],
-            truncated[order].astype(bool),
-            tokens[order],
-            rewards[order],
-            place[order],
+def _take_scoring(batches: Sequence[dict[str, Any]]) -> Scoring:
+    lacking = [m for m, batch in enumerate(batches) if "scoring" not in batch]
+    if not batches or lacking:
+        raise ValueError(
+            f"batches must be micro-batches of ScoringCollator, got none with 'scoring' at {lacking or 'all'}"
         )
-
-
-@dataclass(frozen=True)
-class _ExtraTable:
-    """The step's group extras, in the order `group_extras` gave them (falling uid)."""
-
-    uid: Int64
-    group: Int64
-    scorer: Int64
-
-    @staticmethod
-    def of(scoring: Sequence[dict[str, torch.Tensor]]) -> "_ExtraTable":
-        keys = ("extra_uid", "extra_group", "extra_scorer")
-        uid, group, scorer = (
-            np.concatenate([entry[key].cpu().numpy().reshape(-1) for entry in scoring]) for key in keys
-        )
-        order = np.argsort(-uid, kind="stable")
-        order = order[uid[order] <= FIRST_EXTRA_UID]
-        return _ExtraTable(uid[order], group[order], scorer[order])
-
-    def of_scorer(self, index: int) -> "_ExtraTable":
-        mine = self.scorer == index
-        return _ExtraTable(self.uid[mine], self.group[mine], self.scorer[mine])
-
-
-@dataclass(frozen=True)
-class _Features:
-    uid: Int64  # (S,) rising
-    values: torch.Tensor  # (S, F) float32 on the CPU
-
-    def of(self, uids: Int64, scorer: TrainerScorer) -> torch.Tensor:
-        at = np.minimum(np.searchsorted(self.uid, uids), len(self.uid) - 1)
-        missing = uids[self.uid[at] != uids] if len(self.uid) else uids
-        if len(missing):
-            raise ValueError(
-                f"scorer {scorer.name!r} must give a feature of every sequence, got none of uid {int(missing[0])}"
-            )
-        return self.values[torch.from_numpy(at)]
+    return [batch.pop("scoring") for batch in batches]
 
 
 @contextmanager
@@ -204,37 +126,41 @@ def _scoring_mode(trainer: ScoringTrainer) -> Iterator[None]:
         trainer.model.train(training)
 
 
-def _gather_features(
-    trainer: ScoringTrainer, scorer: TrainerScorer, index: int, scoring: Sequence[dict[str, Any]]
-) -> _Features:
+def _features(trainer: ScoringTrainer, scorer: TrainerScorer, index: int, scoring: Scoring) -> Features:
     """Features of all sequences of the step: one `features` call a micro-batch, row and chunk, whatever it holds."""
-    uids, values = [], []
-    with _scoring_mode(trainer):
+    accelerator, doing = trainer.accelerator, f"computing the features of scorer {scorer.name!r}"
+    guard = exit_on_error if scorer.sharded else raised_on_all_ranks
+    uids: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    with guard(accelerator, doing), _scoring_mode(trainer):
         for entry in scoring:
             tensors = entry["scorers"][str(index)]
             for row in range(entry["uid"].shape[0]):
                 for chunk in chunk_inputs({key: tensor[row : row + 1] for key, tensor in tensors.items()}):
                     uid, value = scorer.features(trainer, chunk)
-                    if value.ndim != 2 or uid.shape != value.shape[:1]:
-                        raise ValueError(
-                            f"scorer {scorer.name!r} must give uids (S,) and features (S, F), got "
-                            f"{tuple(uid.shape)} and {tuple(value.shape)}"
-                        )
-                    uids.append(uid.cpu())
-                    values.append(value.detach().to("cpu", torch.float32))
-    widths = {value.shape[1] for value in values}
-    if len(widths) != 1:
-        raise ValueError(f"scorer {scorer.name!r} must give features of one width everywhere, got {sorted(widths)}")
-    uid, order = torch.sort(torch.cat(uids))
-    kept = uid != FILLER_UID
-    uid, order = uid[kept], order[kept]
-    if (twice := uid[1:][uid[1:] == uid[:-1]]).numel():
-        raise ValueError(f"scorer {scorer.name!r} must give one feature a sequence, got uid {int(twice[0])} twice")
-    return _Features(uid.numpy(), torch.cat(values)[order])
+                    _check_features(scorer, uid, value, values)
+                    uids.append(uid)
+                    values.append(value.detach().float())
+    return Features.gather(accelerator, scorer.name, torch.cat(uids), torch.cat(values))
+
+
+def _check_features(
+    scorer: TrainerScorer, uid: torch.Tensor, value: torch.Tensor, earlier: Sequence[torch.Tensor]
+) -> None:
+    if value.ndim != 2 or uid.shape != value.shape[:1]:
+        raise ValueError(
+            f"scorer {scorer.name!r} must give uids (S,) and features (S, F), got {tuple(uid.shape)} and "
+            f"{tuple(value.shape)}"
+        )
+    if earlier and value.shape[1] != earlier[0].shape[1]:
+        raise ValueError(
+            f"scorer {scorer.name!r} must give features of one width everywhere, got {earlier[0].shape[1]} and "
+            f"{value.shape[1]}"
+        )
 
 
 def _group_rewards(
-    scorer: TrainerScorer, features: _Features, table: _SampleTable, extras: _ExtraTable
+    scorer: TrainerScorer, features: Features, table: SampleTable, extras: ExtraTable
 ) -> tuple[Float64, dict[str, float]]:
     """The scorer's column (B,), and its metrics averaged over the groups that have them."""
     column = np.full(len(table.uid), np.nan)
@@ -242,7 +168,7 @@ def _group_rewards(
     for group in np.unique(table.group):
         members = np.flatnonzero(table.group == group)
         rewards, group_metrics = scorer.group_rewards(
-            features.of(table.uid[members], scorer), features.of(extras.uid[extras.group == group], scorer)
+            features.of(table.uid[members]), features.of(extras.uid[extras.group == group])
         )
         values = rewards.detach().cpu().numpy() if isinstance(rewards, torch.Tensor) else np.asarray(rewards)
         if values.shape != members.shape:
@@ -272,7 +198,7 @@ def _column_weights(
 
 
 def _reasons(
-    table: _SampleTable, reward: Float64, advantages: Float64, mask_truncated_completions: bool
+    table: SampleTable, reward: Float64, advantages: Float64, mask_truncated_completions: bool
 ) -> tuple[str, ...]:
     unscorable = np.isnan(reward) & (advantages == 0)
     conditions = [
@@ -286,22 +212,25 @@ def _reasons(
 
 
 def _write_back(
+    process_index: int,
     batches: Sequence[dict[str, Any]],
-    table: _SampleTable,
+    table: SampleTable,
     advantages: Float64,
     trained_tokens: Int64,
     normalization: LossNormalization,
 ) -> None:
+    process, micro_batch, row_of, column_of = table.place.T
     for m, batch in enumerate(batches):
-        for row in range(batch["segment_id"].shape[0]):
-            here = (table.place[:, 0] == m) & (table.place[:, 1] == row)
-            columns = int(batch["segment_id"][row].max()) + 1
-            advantage, trained = np.zeros(columns, np.float32), np.zeros(columns, bool)
-            here &= table.place[:, 2] < columns
-            advantage[table.place[here, 2]] = advantages[here]
-            trained[table.place[here, 2]] = trained_tokens[here] > 0
+        num_rows, _ = batch["segment_id"].shape
+        for row in range(num_rows):
+            here = (process == process_index) & (micro_batch == m) & (row_of == row)
+            # Columns of padding and fillers stay 0 and untrained.
+            num_columns = max(int(batch["segment_id"][row].max()), int(column_of[here].max(initial=0))) + 1
+            advantage, trained = np.zeros(num_columns, np.float32), np.zeros(num_columns, bool)
+            advantage[column_of[here]] = advantages[here]
+            trained[column_of[here]] = trained_tokens[here] > 0
             _write_row(batch, row, torch.from_numpy(advantage), torch.from_numpy(trained))
-    of_batch = np.bincount(table.place[:, 0], trained_tokens, minlength=len(batches)).astype(np.float64)
+    of_batch = np.bincount(micro_batch, trained_tokens, minlength=len(batches)).astype(np.float64)
     for batch, num_tokens in zip(batches, _normalizers(of_batch, normalization), strict=True):
         batch["global_n_tokens"].fill_(num_tokens)
 
@@ -331,7 +260,7 @@ def _normalizers(tokens: Float64, normalization: LossNormalization) -> Float64:
     return tokens * (np.count_nonzero(tokens) / len(tokens))
 
 
-def _reward_metrics(names: tuple[str, ...], rewards: Float64, reward: Float64, table: _SampleTable) -> Metrics:
+def _reward_metrics(names: tuple[str, ...], rewards: Float64, reward: Float64, table: SampleTable) -> Metrics:
     """TRL's reward metrics, over rollouts (each votes once, with its last row)."""
     _, last = last_rows(table.group, table.rollout)
     scored = last[~np.isnan(reward[last])]

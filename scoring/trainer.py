@@ -19,10 +19,13 @@ class ScoringAccelerator(Protocol):
     @property
     def num_processes(self) -> int: ...
     @property
+    def process_index(self) -> int: ...
+    @property
     def is_main_process(self) -> bool: ...
     @property
     def device(self) -> torch.device: ...
     def autocast(self) -> AbstractContextManager[Any]: ...
+    def gather(self, tensor: torch.Tensor, /) -> torch.Tensor: ...
 
 
 class ScoringOptions(Protocol):
@@ -90,10 +93,14 @@ class LocalAccelerator:
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     num_processes: int = 1
+    process_index: int = 0
     is_main_process: bool = True
 
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
 
 @dataclass(frozen=True)
