@@ -105,7 +105,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     d_block_VH += _matmul(d_logits.T, scored_BH)
             if d_head_VH is not None:
                 d_head_VH[vocab] = d_block_VH.to(head_VH.dtype)
-        d_hidden_NH = _scatter_rows(d_scored_PH, index_P, hidden_NH) if needs_hidden else None
+        d_hidden_NH = add_rows(d_scored_PH, index_P, len(hidden_NH)).to(hidden_NH.dtype) if needs_hidden else None
         return d_hidden_NH, d_head_VH, None, None, None
 
 
@@ -144,14 +144,12 @@ def _columns(targets: torch.Tensor, start: int, width: int) -> tuple[torch.Tenso
     return column.clamp(0, width - 1), here
 
 
-def _scatter_rows(rows_PH: torch.Tensor, index_P: torch.Tensor, like_NH: torch.Tensor) -> torch.Tensor:
-    """Sum the rows into (N, H) in a fixed order, in their own precision."""
-    out = torch.zeros(like_NH.shape, dtype=rows_PH.dtype, device=rows_PH.device)
+def add_rows(rows_PH: torch.Tensor, index_P: torch.Tensor, count: int) -> torch.Tensor:
+    """Sum the rows that have one index: (P, H) -> (count, H), in a fixed order, in their own precision."""
+    out = torch.zeros(count, rows_PH.shape[1], dtype=rows_PH.dtype, device=rows_PH.device)
     if out.is_cuda:
-        out.index_put_((index_P,), rows_PH, accumulate=True)  # sorts; index_add_ is atomic, in any order, there
-    else:
-        out.index_add_(0, index_P, rows_PH)  # one row after another; index_put_ is the one in any order here
-    return out.to(like_NH.dtype)
+        return out.index_put_((index_P,), rows_PH, accumulate=True)  # sorts; there index_add_ is atomic, in any order
+    return out.index_add_(0, index_P, rows_PH)  # one row after another; here it is index_put_ that is in any order
 
 
 def _check(

@@ -13,6 +13,8 @@ from treepack.scoring.samples import FILLER_UID
 from treepack.scoring.sequences import chunk_sequences, pack_sequences
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from treepack.scoring.trainer import ScoringTrainer
 
 
@@ -25,9 +27,12 @@ class TrainerScorer(ABC):
 
     Attributes:
         name: the reward column's name, unlike every other column's.
+        sharded: whether `features` runs collectives of its own. An error there cannot reach the other ranks, which wait
+            in the collective: the failing process then ends.
     """
 
     name: str
+    sharded: bool = False
 
     def prepare(self, trainer: "ScoringTrainer") -> None:  # noqa: B027 - optional, hence not abstract
         """Called once on every rank before training; shard the scorer's model (`fully_shard`) here."""
@@ -88,6 +93,21 @@ class TrainerScorer(ABC):
         """
 
 
+def check_packed_model(model: "PreTrainedModel") -> None:
+    """Refuse a model that would get a packed row wrong.
+
+    Raises:
+        ValueError: the model was not loaded with tree attention.
+        NotImplementedError: see `check_tree_support`.
+    """
+    from treepack.kernels.tree_support import check_tree_support
+
+    attention = model.config.get_text_config()._attn_implementation
+    if attention not in ("treepack", "tree_fa3"):
+        raise ValueError(f"model must be loaded with attn_implementation='treepack', got {attention!r}")
+    check_tree_support(model)
+
+
 def scored_sequences(row: ScoredRow, index: int) -> tuple[list[int], list[npt.NDArray[np.int64]]]:
     """uids and token ids of what scorer `index` scores on `row`: its samples, fillers left out, and its extras."""
     found = [(sample["uid"], sample["input_ids"]) for sample in row.samples if sample["uid"] >= 0]
@@ -95,11 +115,19 @@ def scored_sequences(row: ScoredRow, index: int) -> tuple[list[int], list[npt.ND
     return [uid for uid, _ in found], [ids for _, ids in found]
 
 
+def completion_masks(row: ScoredRow, index: int) -> list[npt.NDArray[np.int64]]:
+    """`completion_mask`s (n,), 1 = completion, of what `scored_sequences` gives, in its order."""
+    masks = [sample["completion_mask"] for sample in row.samples if sample["uid"] >= 0]
+    masks += [extra["completion_mask"] for scorer, _, _, extra in row.extras if scorer == index]
+    return [np.asarray(mask) for mask in masks]
+
+
 def collate_packed(
     sequences: Sequence[tuple[list[int], list[npt.NDArray[np.int64]]]],
     *,
     token_budget: int,
     share_prefixes: bool = True,
+    masks: Sequence[Sequence[npt.NDArray[np.int64]]] | None = None,
 ) -> tuple[list[dict[str, torch.Tensor]], dict[str, int | float]]:
     """`TrainerScorer.collate`'s result for a model that reads packed sequences.
 
@@ -110,27 +138,24 @@ def collate_packed(
         sequences: (uids, token id arrays) of each row.
         token_budget: unique tokens of a chunk, which bounds the forward's memory.
         share_prefixes: whether a chunk shares prefixes.
+        masks: each row's completion masks, (n,) of 0 and 1 for every sequence, for scorers that need them.
 
     Returns:
-        Keys `c{j}_uid` (S,) int64 and `c{j}_` + those of `pack_sequences`, for each row, and the padding values.
+        Keys `c{j}_uid` (S,) int64 and `c{j}_` + those of `pack_sequences`, for each row, and the padding values. With
+        `masks` also `c{j}_mask` (P,) uint8: those of a chunk's sequences laid end to end, as `positions` are.
     """
-    chunks = [
-        [
-            ([uids[i] for i in chunk], [ids[i] for i in chunk])
-            for chunk in chunk_sequences(ids, token_budget, share_prefixes)
-        ]
-        if ids
-        else []
-        for uids, ids in sequences
-    ]
+    chunks = [chunk_sequences(ids, token_budget, share_prefixes) for _, ids in sequences]
     num_chunks = max(1, max(len(of_row) for of_row in chunks))
-    spare = ([FILLER_UID], [np.zeros(1, np.int64)])
     rows: list[dict[str, torch.Tensor]] = []
-    for of_row in chunks:
+    for r, (uids, ids) in enumerate(sequences):
         tensors: dict[str, torch.Tensor] = {}
-        for j, (uids, ids) in enumerate([*of_row, *[spare] * (num_chunks - len(of_row))]):
-            tensors[f"c{j}_uid"] = torch.tensor(uids, dtype=torch.int64)
-            packed = pack_sequences(ids, share_prefixes, kv_index=False)
+        for j in range(num_chunks):
+            chunk = chunks[r][j] if j < len(chunks[r]) else []
+            packed = pack_sequences([ids[i] for i in chunk] or [np.zeros(1, np.int64)], share_prefixes, kv_index=False)
+            packed["uid"] = torch.tensor([uids[i] for i in chunk] or [FILLER_UID])
+            if masks is not None:
+                mask = np.concatenate([masks[r][i] for i in chunk] or [np.zeros(1, np.int64)])
+                packed["mask"] = torch.from_numpy(mask.astype(np.uint8))
             tensors |= {f"c{j}_{key}": value for key, value in packed.items()}
         rows.append(tensors)
     padding: dict[str, int | float] = {
