@@ -41,8 +41,8 @@ def register_attention() -> None:
 
     In vision-language models give the name to the text part alone:
     `attn_implementation={"text_config": "treepack"}`. Call `check_tree_support(model)` once for what no attention
-    function can see (recurrent layers, rope types, ...). Calling this function again changes nothing. Under
-    `torch.compile`, positions trace whole (`fullgraph=True` works); TRL's boundaries break the graph in each layer.
+    function can see (recurrent layers, rope types, ...). Calling this function again changes nothing.
+    `torch.compile(fullgraph=True)` works.
 
     The model's forward raises:
         ValueError: an attention_mask was given, the batch is not 1, queries and keys differ in number (a KV cache),
@@ -79,7 +79,7 @@ def _tree_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """query (1, H, N, D), key (1, G, N, D), value (1, G, N, E) -> (1, N, H, E), in the signature of transformers."""
     _check_call(module, query, key, attention_mask, dropout=dropout, is_causal=is_causal, options=kwargs)
-    tree = _tree_of(position_ids, tree_cu_seqlens_q, tree_cu_seqlens_k)
+    tree = _tree_of(position_ids, tree_cu_seqlens_q, tree_cu_seqlens_k, num_tokens=query.shape[2])
     dtype = _compute_dtype(module, query)
     q_NHD, k_NGD, v_NGE = (x_BHND[0].transpose(0, 1).to(dtype) for x_BHND in (query, key, value))
     out_NHE = tree_attention(
@@ -171,13 +171,20 @@ def _tree_of(
     position_ids: torch.Tensor | None,
     tree_cu_seqlens_q: torch.Tensor | None,
     tree_cu_seqlens_k: torch.Tensor | None,
+    num_tokens: int,
 ) -> dict[str, Any]:
     """The tree as arguments of `tree_attention`: from both boundaries where TRL passes them, else from the positions.
 
-    All layers, and their recomputation in the backward, receive the same tensors and so share one plan.
+    All layers, and their recomputation in the backward, receive the same tensors and so share one plan. A compiled
+    graph holds the plan as an op instead, the same one in all layers, which the compiler then runs once.
     """
+    compiling = torch.compiler.is_compiling()
     if tree_cu_seqlens_q is not None and tree_cu_seqlens_k is not None:
-        return {"plan": _plan_from_boundaries(tree_cu_seqlens_q, tree_cu_seqlens_k)}
+        boundaries = tree_cu_seqlens_q, tree_cu_seqlens_k
+        if compiling:
+            return {"plan": TreePlan(*_plan_op(*boundaries, num_tokens))}
+        plans = plan_memo.get(tree_cu_seqlens_q, "plans by tree_cu_seqlens_k", PlanMemo)
+        return {"plan": plans.get(tree_cu_seqlens_k, "plan", lambda: TreePlan.from_cu_seqlens(*boundaries))}
     if tree_cu_seqlens_q is not None or tree_cu_seqlens_k is not None:
         raise ValueError("tree_cu_seqlens_q and tree_cu_seqlens_k must be passed together, got one of them")
     if position_ids is None:
@@ -185,12 +192,24 @@ def _tree_of(
             "position_ids (1, N) or tree_cu_seqlens_q and tree_cu_seqlens_k must reach the attention layers, "
             "got neither: pass them to the model; where it keeps position_ids to itself, pass the boundaries"
         )
-    if torch.compiler.is_compiling():  # The graph then holds the plan's op, which the compiler shares between layers.
+    if compiling:
         return {"position_ids": position_ids}
     return {"plan": plan_memo.get(position_ids, "plan", lambda: TreePlan.from_position_ids(position_ids))}
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _plan_from_boundaries(tree_cu_seqlens_q: torch.Tensor, tree_cu_seqlens_k: torch.Tensor) -> TreePlan:
-    plans = plan_memo.get(tree_cu_seqlens_q, "plans by tree_cu_seqlens_k", PlanMemo)
-    return plans.get(tree_cu_seqlens_k, "plan", lambda: TreePlan.from_cu_seqlens(tree_cu_seqlens_q, tree_cu_seqlens_k))
+@torch.library.custom_op("treepack::tree_plan_from_boundaries", mutates_args=())
+def _plan_op(
+    tree_cu_seqlens_q: torch.Tensor, tree_cu_seqlens_k: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    plan = TreePlan.from_cu_seqlens(tree_cu_seqlens_q, tree_cu_seqlens_k)
+    if plan.num_tokens != num_tokens:  # The graph was promised outputs of this size.
+        raise ValueError(f"tree_cu_seqlens_q must end at the row's {num_tokens} tokens, got {plan.num_tokens}")
+    return plan.subtree_end, plan.depth
+
+
+@_plan_op.register_fake
+def _(
+    tree_cu_seqlens_q: torch.Tensor, tree_cu_seqlens_k: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    subtree_end, depth = (tree_cu_seqlens_q.new_empty(num_tokens, dtype=torch.int32) for _ in range(2))
+    return subtree_end, depth
