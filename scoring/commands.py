@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -208,6 +209,7 @@ def _one_line(error: Exception) -> str:
 
 def _quiet_libraries() -> None:
     """Leave stderr to the display: what transformers and the planner would log there, the report says."""
+    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported; transformers' GGUF reader has no switch of its own
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 LINE_EVERY_S = 5.0
 
@@ -17,25 +17,18 @@ class Display(Protocol):
     def phase(self, text: str) -> None:
         """A new phase begins."""
 
-    def advance(self, done: int, total: int, detail: str) -> None:
-        """`done` of `total` samples are through the current phase."""
+    def advance(self, done: int, total: int) -> None:
+        """`done` of `total` samples are through; the first call starts the clock."""
 
 
 class BarDisplay:
     """A progress bar with the time left, for a terminal; use as a context manager."""
 
     def __init__(self, console: Console):
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("samples, left:"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("starting", total=None)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn())
+        self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=console, transient=True)
+        self._task = self._progress.add_task("starting", total=None, left="")
+        self._left = TimeLeft()
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -50,9 +43,10 @@ class BarDisplay:
         """Show the phase beside the bar."""
         self._progress.update(self._task, description=text, refresh=True)
 
-    def advance(self, done: int, total: int, detail: str) -> None:
+    def advance(self, done: int, total: int) -> None:
         """Move the bar."""
-        self._progress.update(self._task, description=detail, completed=done, total=total, refresh=True)
+        left = f"samples, {self._left(done, total)}"
+        self._progress.update(self._task, completed=done, total=total, left=left)
 
 
 class LineDisplay:
@@ -60,7 +54,7 @@ class LineDisplay:
 
     def __init__(self) -> None:
         self._started = self._last_line = time.monotonic()
-        self._counting_since: float | None = None
+        self._left = TimeLeft()
 
     def __enter__(self) -> Self:
         return self
@@ -74,18 +68,32 @@ class LineDisplay:
         """Print the phase."""
         self._print(text)
 
-    def advance(self, done: int, total: int, detail: str) -> None:
+    def advance(self, done: int, total: int) -> None:
         """Print how far the job is and the time left, but not more often than every few seconds."""
-        now = time.monotonic()
-        if self._counting_since is None:
-            self._counting_since = now
-        if done and done < total and now - self._last_line >= LINE_EVERY_S:
-            left_s = (now - self._counting_since) / done * (total - done)
-            self._print(f"{detail}: {done} of {total} samples, {left_s:.0f} s left")
+        left = self._left(done, total)
+        if 0 < done < total and time.monotonic() - self._last_line >= LINE_EVERY_S:
+            self._print(f"{done} of {total} samples, {left}")
 
     def _print(self, text: str) -> None:
         self._last_line = time.monotonic()
         print(f"[{self._last_line - self._started:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+class TimeLeft:
+    """Estimates the time left from the mean pace since the first call."""
+
+    def __init__(self) -> None:
+        self._first_call: float | None = None
+
+    def __call__(self, done: int, total: int) -> str:
+        """The time left, in words."""
+        now = time.monotonic()
+        if self._first_call is None:
+            self._first_call = now
+        if not done:
+            return "time left unknown"
+        seconds = round((now - self._first_call) / done * (total - done))
+        return f"{seconds // 60} min {seconds % 60} s left" if seconds >= 60 else f"{seconds} s left"
 
 
 def make_display() -> BarDisplay | LineDisplay:

@@ -1,6 +1,7 @@
 """The model that `treepack score` runs: a checkpoint folder, a GGUF file, or a small seeded one made on the spot."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,26 @@ from treepack.scoring.trainer import ScoringTrainer
 
 
 class TimedScorer(RewardModelScorer):
-    """A `RewardModelScorer` that adds up the time of its forwards.
+    """A `RewardModelScorer` that adds up the time of its forwards and tells of each.
 
     Attributes:
         wall_s, cpu_s: seconds of all `features` calls so far.
+        on_scored: called after each forward with the number of samples it scored.
     """
 
     wall_s = 0.0
     cpu_s = 0.0
+    on_scored: Callable[[int], None] | None = None
 
     def features(self, trainer: ScoringTrainer, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RewardModelScorer.features`."""
         wall, cpu = time.perf_counter(), time.process_time()
-        features = super().features(trainer, inputs)
+        uids, features = super().features(trainer, inputs)
         self.wall_s += time.perf_counter() - wall
         self.cpu_s += time.process_time() - cpu
-        return features
+        if self.on_scored is not None:
+            self.on_scored(int((uids >= 0).sum()))
+        return uids, features
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import json
 import signal
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -200,7 +199,11 @@ class _ScoreJob:
                 mask_truncated_completions=options.mask_truncated,
             ),
         )
-        self.unshared = UnsharedForward(self.scorer, self.trainer) if self.scorer and options.compare else None
+        self.unshared: UnsharedForward | None = None
+        if self.scorer and options.compare:
+            self.unshared = UnsharedForward(self.scorer, self.trainer, self._advance)
+        elif self.scorer:
+            self.scorer.on_scored = self._advance
         self.report = ScoreReport(
             rollouts=str(options.rollouts or bundled_rollouts().name),
             options={name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()},
@@ -210,9 +213,9 @@ class _ScoreJob:
         )
         self.total = sum(map(len, rollouts.group_rows(**self._limits())))
         self.row_of = {uid: row for row, uid in enumerate(rollouts.uid.tolist())}
-        self.done = 0
+        self.done = self.done_of_step = 0
         self.dropped: list[tuple[Sample, str]] = []  # since the last written step
-        self.largest_group: list[Sample] = []  # on one row, for the drawn tree
+        self.largest_group: list[Sample] = []  # the most raw tokens of a group on one row: the drawn tree
 
     def _limits(self) -> dict[str, int | None]:
         return {"limit_groups": self.options.limit_groups, "limit_rows": self.options.limit_rows}
@@ -235,7 +238,7 @@ class _ScoreJob:
         )
         micro_batches = iter(planner)
         self.display.phase("planning and scoring")
-        self.display.advance(0, self.total, "planning and scoring")
+        self._advance(0)
         while True:
             with self.clock.phase("plan"):
                 step = list(islice(micro_batches, options.steps))
@@ -251,9 +254,15 @@ class _ScoreJob:
                     self._compare(step, scores)
             with _held_interrupts(), self.clock.phase("write"):
                 self._record(step, scores, file)
-            self.display.advance(self.done, self.total, f"optimizer step {len(self.report.steps)} done")
+            self._advance(0)
         with _held_interrupts(), self.clock.phase("write"):
             self._record_dropped(file)
+        self._advance(0)
+
+    def _advance(self, samples: int) -> None:
+        """Show that so many more samples of the step at hand are through its longest phase."""
+        self.done_of_step += samples
+        self.display.advance(self.done + self.done_of_step, self.total)
 
     def _warm_up(self, batch: dict[str, Any], row: ScoredRow) -> None:
         assert self.unshared is not None
@@ -306,6 +315,7 @@ class _ScoreJob:
         self._record_dropped(file)
         self.report.add_step(report_step(number, step), scores, reward)
         self.done += len(lines)
+        self.done_of_step = 0
         self._keep_largest_group(step)
 
     def _record_dropped(self, file: ScoredFile) -> None:
@@ -329,10 +339,10 @@ class _ScoreJob:
 
     def _keep_largest_group(self, step: Sequence[Sequence[ScoredRow]]) -> None:
         for row in (row for rows in step for row in rows):
-            counts = Counter(sample["group_id"] for sample in row.samples)
-            group_id, count = counts.most_common(1)[0]
-            if count > len(self.largest_group):
-                self.largest_group = [sample for sample in row.samples if sample["group_id"] == group_id]
+            by_group: dict[int, list[Sample]] = {}
+            for sample in row.samples:
+                by_group.setdefault(sample["group_id"], []).append(sample)
+            self.largest_group = max([self.largest_group, *by_group.values()], key=_raw_tokens)
 
     def write_report(self) -> None:
         """Write the plots, where there is something to plot, and report.json."""
@@ -343,3 +353,7 @@ class _ScoreJob:
                 plot_rows(folder / "rows.png", self.report, self.options.token_budget)
                 plot_tree(folder / "tree.png", self.largest_group)
         (folder / REPORT).write_text(json.dumps(self.report.to_dict(), indent=1) + "\n")
+
+
+def _raw_tokens(samples: Sequence[Sample]) -> int:
+    return sum(len(sample["input_ids"]) for sample in samples)

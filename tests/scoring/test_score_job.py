@@ -22,12 +22,18 @@ from treepack.scoring.score_job import ScoreOptions, score_rollouts
 PICTURES = ("tokens.png", "rows.png", "tree.png")
 
 
-class Silent:
+class Counting:
+    """A display that checks what it is told."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
     def phase(self, text: str) -> None:
         pass
 
-    def advance(self, done: int, total: int, detail: str) -> None:
-        assert 0 <= done <= total
+    def advance(self, done: int, total: int) -> None:
+        assert self.done <= done <= total
+        self.done, self.total = done, total
 
 
 @pytest.fixture
@@ -42,7 +48,9 @@ def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
                 monkeypatch.setattr(score_job, plot, lambda path, *args: None)
         if rows is not None:
             options["rollouts"] = write_rollouts(tmp_path / "rollouts.jsonl", rows)
-        report = score_rollouts(ScoreOptions(out=tmp_path / "out", **options), Silent())
+        display = Counting()
+        report = score_rollouts(ScoreOptions(out=tmp_path / "out", **options), display)
+        assert display.done == display.total or report.interrupted
         written = json.loads((tmp_path / "out" / "report.json").read_text())
         assert written == json.loads(json.dumps(report.to_dict()))
         return report, pq.read_table(tmp_path / "out" / "scored.parquet").to_pylist()
