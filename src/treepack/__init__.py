@@ -16,12 +16,18 @@ if TYPE_CHECKING:
     from treepack.kernels.tree_support import check_tree_support
     from treepack.scoring.advantages import group_advantages
     from treepack.scoring.collator import ScoringCollator
+    from treepack.scoring.ebft import EBFTScorer
+    from treepack.scoring.log_prob_scorer import LogProbScorer
+    from treepack.scoring.log_probs import token_log_probs
     from treepack.scoring.planner import StepPlanner, check_step_capacity
+    from treepack.scoring.progress import GroupProgress
+    from treepack.scoring.queue import GroupedQueue, GroupShrunk
     from treepack.scoring.reward_model import RewardModelScorer
     from treepack.scoring.rows import ScoredRow, TreeRow
     from treepack.scoring.scorer import TrainerScorer
     from treepack.scoring.sequences import chunk_inputs, chunk_sequences, pack_sequences, unpack_sequences
     from treepack.scoring.step import StepScores, score_step
+    from treepack.scoring.token_cost import token_cost
 
 _HOMES = {
     "kernels.hf_attention": ("register_attention",),
@@ -30,16 +36,27 @@ _HOMES = {
     "kernels.tree_support": ("check_tree_support",),
     "scoring.advantages": ("group_advantages",),
     "scoring.collator": ("ScoringCollator",),
+    "scoring.ebft": ("EBFTScorer",),
+    "scoring.log_prob_scorer": ("LogProbScorer",),
+    "scoring.log_probs": ("token_log_probs",),
     "scoring.planner": ("StepPlanner", "check_step_capacity"),
+    "scoring.progress": ("GroupProgress",),
+    "scoring.queue": ("GroupShrunk", "GroupedQueue"),
     "scoring.reward_model": ("RewardModelScorer",),
     "scoring.rows": ("ScoredRow", "TreeRow"),
     "scoring.scorer": ("TrainerScorer",),
     "scoring.sequences": ("chunk_inputs", "chunk_sequences", "pack_sequences", "unpack_sequences"),
+    "scoring.token_cost": ("token_cost",),
     "scoring.step": ("StepScores", "score_step"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "EBFTScorer",
+    "GroupProgress",
+    "GroupShrunk",
+    "GroupedQueue",
+    "LogProbScorer",
     "RewardModelScorer",
     "ScoredRow",
     "ScoringCollator",
@@ -57,6 +74,8 @@ __all__ = [
     "pack_sequences",
     "register_attention",
     "score_step",
+    "token_cost",
+    "token_log_probs",
     "tree_attention",
     "unpack_sequences",
 ]
