@@ -123,6 +123,18 @@ def test_other_models_with_and_without_a_head(name, auto_class):
     np.testing.assert_allclose(rewards, plain_rewards(f, f_ref)[0], atol=1e-4)
 
 
+def test_pad_tokens_are_tokens_like_any_other():
+    # case 43 (transformers#35352): the last token is found by its recorded offset, not by looking for padding
+    sequences = [np.array([5, 9, 0, 11, 0]), np.array([5, 9, 0, 11, 12]), np.array([5, 9, 0, 0, 0])]
+    samples = group_samples(sequences, prompt=2)
+    alone = tiny_model("qwen3", attn_implementation="sdpa", num_hidden_layers=DEPTH)
+    how = {"layers": [1, 2, 3], "pooling": "last_token"}
+    f = [features_alone(alone, one["input_ids"], None, **how) for one in samples]
+    f_ref = features_alone(alone, np.r_[[5, 9], REFERENCE], None, **how)
+    rewards, _ = score_group(EBFTScorer(packed_model(), token_budget=400), samples)
+    np.testing.assert_allclose(rewards, plain_rewards(f, f_ref)[0], atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("depth", "fractions", "expected"),
     [(4, (0.25, 0.5, 0.75), [0, 1, 2]), (3, (0.25, 0.5, 0.75), [0, 1]), (3, (1.0, 0.01), [0, 2]), (2, (0.99,), [0])],

@@ -57,6 +57,7 @@ def test_groups_leave_whole_in_order_of_completion():
 
 
 def test_a_complete_group_holds_the_inner_queue_back():
+    # case 30 (slime#2238)
     inner = filled(*rows_of(0, 2), *rows_of(1, 2), *rows_of(2, 2))
     grouped = GroupedQueue(inner)
     assert grouped.get_nowait().group_id == 0
@@ -126,7 +127,7 @@ def test_one_thread_does_not_keep_another_past_its_timeout():
 
 @pytest.mark.parametrize("announced", [0, 2, 4])
 def test_a_shrunken_group_is_released_at_its_new_size(announced):
-    """Announced before, between and after the rows that come."""
+    """Announced before, between and after the rows that come: case 27 (TRL#7176)."""
     rows = rows_of(0, 8)[:4]
     grouped = GroupedQueue(filled(*rows[:announced], GroupShrunk(0, 4), *rows[announced:]))
     out = drained(grouped)
@@ -142,7 +143,7 @@ def test_a_group_may_shrink_again():
 
 @pytest.mark.parametrize("rows", [rows_of(0, 4)[:1], rows_of(0, 4, rollouts=[7, 7, 7, 8])[:3]])
 def test_one_survivor_is_dropped(rows):
-    """A rollout may have several rows (forks): it is rollouts that must survive."""
+    """A rollout may have several rows (forks): it is rollouts that must survive. Cases 27 and 28 (TRL#5320)."""
     progress = GroupProgress()
     grouped = GroupedQueue(filled(*rows, GroupShrunk(0, len(rows))), progress=progress)
     assert grouped.empty()
@@ -174,6 +175,7 @@ def test_staleness_is_that_of_the_oldest_row():
 
 
 def test_a_group_kept_stays_whole_when_the_version_advances_while_it_is_read():
+    # case 26 (TRL#7206)
     version = 3
     grouped = GroupedQueue(filled(*rows_of(0, 3), *rows_of(1, 2)), model_version=lambda: version, max_staleness=3)
     assert grouped.get_nowait().uid == 0
@@ -183,6 +185,7 @@ def test_a_group_kept_stays_whole_when_the_version_advances_while_it_is_read():
 
 
 def test_a_group_that_goes_stale_while_it_comes_in_goes_whole():
+    # case 26 (TRL#7206)
     version = 3
     inner = filled(*rows_of(0, 4)[:2], *rows_of(1, 2, version=3))
     progress = GroupProgress()
@@ -233,6 +236,7 @@ def test_metrics_are_gauges_and_counts_since_the_last_call():
 
 @pytest.mark.parametrize("timeout", [0, 0.05, None])
 def test_a_dead_producer_is_noticed_within_one_poll(timeout):
+    # case 29 (RL#3488)
     def check_health():
         raise RuntimeError("the rollout worker has died")
 
