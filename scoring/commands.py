@@ -194,7 +194,7 @@ def _one_line_errors(show_traceback: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _fail("interrupted before anything was scored", ExitCode.INTERRUPTED)
+        _fail("interrupted", ExitCode.INTERRUPTED)
     except InputError as error:
         _fail(_one_line(error), ExitCode.BAD_INPUT)
     except Exception as error:

@@ -46,7 +46,8 @@ class UnsharedForward:
         """Score `sequences`, whose packed forward gave `packed_scores` (B,)."""
         start = time.process_time()
         for score, packed_score in zip(self._scores(sequences), packed_scores):
-            self._max_difference = max(self._max_difference, abs(score - packed_score))
+            # `np.maximum` keeps a NaN, which `max` may lose.
+            self._max_difference = float(np.maximum(self._max_difference, abs(score - packed_score)))
             self._on_scored(1)
         self._unshared_s += time.process_time() - start
 

@@ -13,6 +13,9 @@ from treepack.scoring.errors import ModelError
 from treepack.scoring.reward_model import RewardModelScorer
 from treepack.scoring.trainer import ScoringTrainer
 
+SCORER_NAME = "reward_model"
+"""The reward column of `treepack score`'s scorer."""
+
 
 class TimedScorer(RewardModelScorer):
     """A `RewardModelScorer` that adds up the time of its forwards and tells of each.
@@ -82,7 +85,7 @@ def load_scorer(path: Path | None, *, num_tokens: int, longest_row: int, token_b
     if positions is not None and longest_row > positions:
         notes.append(f"the longest row, {longest_row} tokens, exceeds the model's {positions} positions")
     try:
-        scorer = TimedScorer(model.requires_grad_(False), token_budget=token_budget)
+        scorer = TimedScorer(model.requires_grad_(False), token_budget=token_budget, name=SCORER_NAME)
     except (NotImplementedError, ValueError) as error:
         raise ModelError(f"{path}: cannot score: {error}") from error
     return LoadedScorer(scorer, description, tuple(notes))

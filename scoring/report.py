@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.scoring.rows import ScoredRow
+from treepack.scoring.samples import FILLER_UID
 from treepack.scoring.step import TRAINED, StepScores
 
 
@@ -209,7 +210,7 @@ def report_step(step: int, micro_batches: Sequence[Sequence[ScoredRow]]) -> Step
 
 
 def _report_row(micro_batch: int, rank: int, row: ScoredRow) -> RowReport:
-    lengths = [len(sample["input_ids"]) for sample in row.samples if sample["uid"] >= 0]
+    lengths = [len(sample["input_ids"]) for sample in row.samples if sample["uid"] != FILLER_UID]
     return RowReport(
         micro_batch=micro_batch,
         rank=rank,

@@ -19,21 +19,22 @@ from treepack.scoring.collator import ScoringCollator
 from treepack.scoring.compare import UnsharedForward
 from treepack.scoring.display import Display
 from treepack.scoring.errors import OptionError
-from treepack.scoring.models import LoadedScorer, load_scorer
+from treepack.scoring.models import SCORER_NAME, LoadedScorer, load_scorer
 from treepack.scoring.planner import StepPlanner
 from treepack.scoring.plots import plot_rows, plot_tokens, plot_tree
 from treepack.scoring.report import ScoreReport, report_step
 from treepack.scoring.rollout_files import REWARD_PREFIX
 from treepack.scoring.rollouts import Rollouts, bundled_rollouts, read_rollouts
 from treepack.scoring.rows import ScoredRow
-from treepack.scoring.samples import Sample
+from treepack.scoring.samples import FILLER_UID, Sample
 from treepack.scoring.scored_file import ScoredFile
 from treepack.scoring.step import StepScores, score_step
 from treepack.scoring.trainer import LocalTrainer, ScoringArgs
 
 PHASES = ("load", "plan", "pack", "forward", "rewards", "compare", "write")
 SCORED, REPORT = "scored.parquet", "report.json"
-PLOTS = ("tokens.png", "rows.png", "tree.png")
+TOKENS_PLOT, ROWS_PLOT, TREE_PLOT = "tokens.png", "rows.png", "tree.png"
+OUTPUTS = (SCORED, REPORT, TOKENS_PLOT, ROWS_PLOT, TREE_PLOT)
 PAD_TOKEN_ID = 0  # padding is cut off again before the forward
 
 
@@ -85,13 +86,15 @@ def score_rollouts(options: ScoreOptions, display: Display) -> ScoreReport:
     Raises:
         OptionError, RolloutError, ModelError: the options, the rollouts or the model cannot be used.
     """
-    prepare_folder(options.out)
+    _prepare_folder(options)
     clock = PhaseClock()
     with clock.phase("load"):
         display.phase("reading rollouts")
         rollouts = read_rollouts(options.rollouts)
         scorer = _load_scorer(options, rollouts, display)
     job = _ScoreJob(options, rollouts, scorer, clock, display)
+    for name in OUTPUTS:  # an earlier run's; only now, so that a mistake costs nobody theirs
+        (options.out / name).unlink(missing_ok=True)
     with ScoredFile(
         options.out / SCORED, job.reward_names, string_rollout_ids=rollouts.rollout_id.dtype.kind == "U"
     ) as file:
@@ -105,20 +108,17 @@ def score_rollouts(options: ScoreOptions, display: Display) -> ScoreReport:
     return job.report
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make the output folder, try that it can be written, and remove what an earlier run left there.
-
-    Raises:
-        OptionError: it cannot be made or written.
-    """
+def _prepare_folder(options: ScoreOptions) -> None:
+    """Make the output folder and try that it can be written."""
+    folder = options.out
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        for name in (SCORED, REPORT, *PLOTS):
-            (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise OptionError(f"--out {folder}: cannot be written: {error.strerror}") from error
+    if options.rollouts and options.rollouts.resolve() in [(folder / name).resolve() for name in OUTPUTS]:
+        raise OptionError(f"--out {folder}: the job would write over the rollouts, {options.rollouts}")
 
 
 class PhaseClock:
@@ -161,6 +161,8 @@ def _load_scorer(options: ScoreOptions, rollouts: Rollouts, display: Display) ->
                 "the rollouts must have a column 'reward' or 'rewards/<name>' under --scorer none, got none"
             )
         return None
+    if SCORER_NAME in rollouts.rewards:
+        raise OptionError(f"the rollouts must not have a column 'rewards/{SCORER_NAME}': it is the scorer's own")
     display.phase("loading the model" if options.model else "making a small seeded model")
     kept = np.concatenate(rollouts.group_rows(limit_groups=options.limit_groups, limit_rows=options.limit_rows))
     return load_scorer(
@@ -247,7 +249,8 @@ class _ScoreJob:
             with self.clock.phase("pack"):
                 batches = [collator([rows]) for rows in step]
             if self.unshared and not self.report.steps:
-                self._warm_up(batches[0], step[0][0])
+                with self.clock.phase("compare"):
+                    self._warm_up(batches[0], step[0][0])
             scores = self._score(batches)
             if self.unshared:
                 with self.clock.phase("compare"):
@@ -341,7 +344,8 @@ class _ScoreJob:
         for row in (row for rows in step for row in rows):
             by_group: dict[int, list[Sample]] = {}
             for sample in row.samples:
-                by_group.setdefault(sample["group_id"], []).append(sample)
+                if sample["uid"] != FILLER_UID:
+                    by_group.setdefault(sample["group_id"], []).append(sample)
             self.largest_group = max([self.largest_group, *by_group.values()], key=_raw_tokens)
 
     def write_report(self) -> None:
@@ -349,9 +353,9 @@ class _ScoreJob:
         folder = self.options.out
         with self.clock.phase("write"):
             if self.report.steps:
-                plot_tokens(folder / "tokens.png", self.report)
-                plot_rows(folder / "rows.png", self.report, self.options.token_budget)
-                plot_tree(folder / "tree.png", self.largest_group)
+                plot_tokens(folder / TOKENS_PLOT, self.report)
+                plot_rows(folder / ROWS_PLOT, self.report, self.options.token_budget)
+                plot_tree(folder / TREE_PLOT, self.largest_group)
         (folder / REPORT).write_text(json.dumps(self.report.to_dict(), indent=1) + "\n")
 
 

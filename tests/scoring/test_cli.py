@@ -99,6 +99,15 @@ def test_bad_input_is_one_line_and_exit_code_2(rollouts, monkeypatch, args, mess
     assert error_lines(result) == [f"error: {message}"]
 
 
+def test_the_rollouts_are_not_written_over(tmp_path):
+    path = write_rollouts(tmp_path / "scored.parquet", rollout_rows([[1.0, 0.0]]))
+    content = path.read_bytes()
+    result = run("score", path, "--scorer", "none", "--out", tmp_path)
+    assert result.exit_code == 2
+    assert error_lines(result) == [f"error: --out {tmp_path}: the job would write over the rollouts, {path}"]
+    assert path.read_bytes() == content
+
+
 def test_the_output_folder_is_tried_before_any_work(rollouts):
     result = run("score", "none.npz", "--out", rollouts / "out")
     assert result.exit_code == 2
@@ -137,7 +146,7 @@ def test_interrupted_while_loading(rollouts, out, monkeypatch):
     monkeypatch.setattr(score_job, "read_rollouts", interrupt)
     result = run("score", rollouts, "--out", out)
     assert result.exit_code == 130
-    assert error_lines(result) == ["error: interrupted before anything was scored"]
+    assert error_lines(result) == ["error: interrupted"]
 
 
 def test_ctrl_c_leaves_what_was_finished(tmp_path, out):

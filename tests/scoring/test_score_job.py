@@ -232,6 +232,28 @@ def test_outputs_of_an_earlier_run_do_not_survive(score, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["mine.txt", "report.json", "scored.parquet"]
 
 
+def test_a_mistake_does_not_cost_an_earlier_run(score, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "report.json").write_text("old")
+    with pytest.raises(ModelError):
+        score(rollout_rows([[1.0, 0.0]]), model=tmp_path / "none")
+    assert (tmp_path / "out" / "report.json").read_text() == "old"
+
+
+def test_a_reward_column_of_the_scorers_name(score):
+    rows = [{**row, "rewards/reward_model": 1.0} for row in rollout_rows([[1.0, 0.0]])]
+    with pytest.raises(OptionError, match="must not have a column 'rewards/reward_model'"):
+        score(rows)
+
+
+def test_fillers_are_in_no_file_and_no_figure(score):
+    report, lines = score(rollout_rows([[1.0, 0.0]]), scorer="none", ranks=2, steps=2, pictures=True)
+    assert column(lines, "uid") == [0, 1]
+    assert [row.samples for row in report.steps[0].rows] == [1, 1, 0, 0]
+    assert report.total("raw_tokens") == 40
+    assert report.total("tokens") == 80
+
+
 def test_no_reward_at_all(score):
     rows = [{name: value for name, value in row.items() if name != "reward"} for row in rollout_rows([[1.0, 0.0]])]
     with pytest.raises(OptionError, match="column 'reward' or 'rewards/<name>' under --scorer none"):
