@@ -69,7 +69,8 @@ class EBFTScorer(TrainerScorer):
             counted from 1 (of the first where that is 0, before the final norm where it is L). Each layer counts once.
         pooling: "last_token"; "mean" over all tokens; "completion_mean" over the completion's; "concat": the tokens at
             1/4, 1/2 and 3/4 of the sequence, laid end to end.
-        whiten: whether to whiten.
+        whiten: whether to whiten. Samples that are linearly independent, as those of a group smaller than F mostly are,
+            become orthogonal by it: their diversity term is then 0.
         normalize: whether to scale features to unit length.
         alignment_coef: a.
         diversity_coef: b.
