@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treepack.kernels import cpu
+from treepack.kernels.configs import MAX_HEAD_DIM
 from treepack.kernels.plan import TreePlan
 from treepack.kernels.reference import reference_attention
 
@@ -89,7 +90,8 @@ def tree_attention(
             depth[j] < sliding_window), whatever lies between them in the row.
         softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2.
         sinks: (H,) attention sinks, one logit a head that only joins the softmax's denominator, as in gpt-oss.
-        deterministic: results and gradients repeat bit for bit. The CPU and reference backends always do.
+        deterministic: results and gradients repeat bit for bit. The triton, cpu and reference backends always do, at no
+            cost, so it changes nothing there.
         return_lse: also return the log-sum-exp of the scores.
         backend: "cpu" or "reference" (dense float64, any device); None picks by q's device. A named backend runs or
             raises; nothing falls back silently.
@@ -105,7 +107,7 @@ def tree_attention(
     """
     _check_inputs(q, k, v)
     _check_options(q, scale, sliding_window, softcap, sinks)
-    chosen = _choose_backend(backend, q)
+    chosen = _choose_backend(backend, q, v)
     subtree_end, depth = _plan_tensors(position_ids, plan, q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if chosen == "reference":
@@ -160,6 +162,26 @@ def _attention(
     return cpu.attention_forward(q_NHD, k_NKD, v_NKV, sinks_H, TreePlan(subtree_end, depth), options)
 
 
+@_attention.register_kernel("cuda")
+def _attention_on_gpu(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKV: Tensor,
+    sinks_H: Tensor | None,
+    subtree_end: Tensor,
+    depth: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    from treepack.kernels import gpu  # Triton takes seconds to load, and only a GPU needs it.
+
+    plan = TreePlan(subtree_end, depth)
+    return gpu.attention_forward(
+        q_NHD, k_NKD, v_NKV, sinks_H, plan, scale=scale, window=sliding_window, softcap=softcap
+    )
+
+
 @_attention.register_fake
 def _(
     q_NHD: Tensor,
@@ -206,6 +228,41 @@ def _attention_backward(
         cpu.Options(scale, sliding_window, softcap),
     )
     # An op's outputs are not optional: without sinks the last one is empty.
+    return dq, dk, dv, q_NHD.new_empty(0) if grad_sinks is None else grad_sinks
+
+
+@_attention_backward.register_kernel("cuda")
+def _attention_backward_on_gpu(
+    grad_out_NHV: Tensor | None,
+    grad_lse_HN: Tensor | None,
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKV: Tensor,
+    sinks_H: Tensor | None,
+    subtree_end: Tensor,
+    depth: Tensor,
+    out_NHV: Tensor,
+    lse_HN: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from treepack.kernels import gpu
+
+    dq, dk, dv, grad_sinks = gpu.attention_backward(
+        grad_out_NHV,
+        grad_lse_HN,
+        q_NHD,
+        k_NKD,
+        v_NKV,
+        sinks_H,
+        out_NHV,
+        lse_HN,
+        TreePlan(subtree_end, depth),
+        scale=scale,
+        window=sliding_window,
+        softcap=softcap,
+    )
     return dq, dk, dv, q_NHD.new_empty(0) if grad_sinks is None else grad_sinks
 
 
@@ -278,19 +335,32 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _choose_backend(backend: Backend | None, q: Tensor) -> Backend:
+def _choose_backend(backend: Backend | None, q: Tensor, v: Tensor) -> Backend:
     if backend is not None and backend not in get_args(Backend):
         raise ValueError(f"backend must be None or one of {', '.join(get_args(Backend))}, got {backend!r}")
     on_cpu = q.device.type == "cpu"
     chosen: Backend = backend or ("cpu" if on_cpu else "triton")
     if chosen == "cpu" and not on_cpu:
         raise ValueError(f"backend 'cpu' must get tensors on a CPU, got {q.device}")
-    if chosen in ("triton", "flash"):
-        raise NotImplementedError(
-            f"backend must be 'cpu' (tensors on a CPU) or 'reference' (any device, dense) in this version, "
-            f"got {backend!r} with tensors on {q.device}"
-        )
+    if chosen == "triton":
+        _check_triton(q, v)
+    if chosen == "flash":
+        raise NotImplementedError("backend must be 'triton', 'cpu' or 'reference' in this version, got 'flash'")
     return chosen
+
+
+def _check_triton(q: Tensor, v: Tensor) -> None:
+    if q.device.type != "cuda":
+        raise ValueError(f"backend 'triton' must get tensors on a CUDA or ROCm GPU, got {q.device}")
+    if q.dtype == torch.float64:
+        raise TypeError(
+            "q must be float16, bfloat16 or float32 for backend 'triton', got torch.float64 (see 'reference')"
+        )
+    for name, columns in (("q", q.shape[2]), ("v", v.shape[2])):
+        if columns > MAX_HEAD_DIM:
+            raise NotImplementedError(
+                f"{name} must have a head dim of at most {MAX_HEAD_DIM} for backend 'triton', got {columns}"
+            )
 
 
 def _plan_tensors(position_ids: Tensor | None, plan: TreePlan | None, q: Tensor) -> tuple[Tensor, Tensor]:
