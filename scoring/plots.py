@@ -64,7 +64,7 @@ def plot_rows(path: Path, report: ScoreReport, token_budget: int) -> None:
     fill.set(ylabel="tokens", ylim=(0, token_budget * 1.25))
     fill.set_title(f"Row fill; padding of micro-batches {100 * (report.padding or 0):.1f} %", loc="left")
     fill.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    fill.legend(frameon=False, ncols=3, loc="upper right")
+    fill.legend(facecolor="white", framealpha=1, edgecolor="none", ncols=3, loc="upper right")
 
     pairs = np.array([row.pairs for row in rows]).reshape(-1, ranks)
     share = (pairs / pairs.max(axis=1, keepdims=True)).reshape(-1)
@@ -72,7 +72,7 @@ def plot_rows(path: Path, report: ScoreReport, token_budget: int) -> None:
     balance.bar(x, 1 - share, 0.8, bottom=share, color=RAW, label="waiting for the slowest rank")
     balance.set(ylabel="attention work, of the\nmicro-batch's largest row", ylim=(0, 1.25), yticks=np.linspace(0, 1, 5))
     balance.set_title(f"Balance; idle share of attention {100 * (report.imbalance or 0):.1f} %", loc="left")
-    balance.legend(frameon=False, loc="upper right")
+    balance.legend(facecolor="white", framealpha=1, edgecolor="none", loc="upper right")
     balance.set_xlim(-0.6, len(rows) - 0.4)
     if len(report.steps) <= MAX_LABELLED_STEPS:
         for axes in (fill, balance):
@@ -107,10 +107,10 @@ def plot_tree(path: Path, samples: Sequence[Sample]) -> None:
     boxes = [Rectangle((x, y), width, height) for x, y, width, height in zip(first, depth, count, length)]
     axes.add_collection(PatchCollection(boxes, facecolor=colours(norm(count)), edgecolor="white", linewidth=0.5))
     axes.set(xlim=(0, num_samples), ylim=(int((depth + length).max()), 0))
-    axes.set(xlabel=f"sample (packed order), {num_samples} in the group", ylabel="depth, tokens")
+    axes.set(xlabel="sample, in packed order", ylabel="depth, tokens")
     raw, forwarded = sum(map(len, sequences)), int(bounds[-1])
     axes.set_title(
-        f"Prefix tree of group {samples[0]['group_id']} on one row: {raw:,} tokens, {forwarded:,} forwarded, "
+        f"Group {samples[0]['group_id']} on one row: {num_samples} samples, {raw:,} tokens, {forwarded:,} forwarded, "
         f"{len(boxes)} segments",
         loc="left",
     )

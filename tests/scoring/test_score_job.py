@@ -95,6 +95,14 @@ def test_bundled_rollouts(score, tmp_path):
     assert all(report.seconds[name] > 0 for name in ("load", "plan", "pack", "forward", "rewards", "write"))
 
 
+def test_bundled_rollouts_at_the_defaults(score):
+    report, lines = score(scorer="none")
+    assert len(report.steps) >= 3
+    assert report.packing_ratio > 8
+    assert set(report.not_trained) == {"zero_advantage"}  # real groups where all or none were solved
+    assert {line["reason"] for line in lines} == {None, "zero_advantage"}
+
+
 def test_padding_and_imbalance_by_hand(score):
     # One micro-batch of two rows: 3 samples of 20 tokens that share 14 - 1, and one of 20 alone.
     rows = rollout_rows([[0, 1, 0]]) + [{**row, "group_id": 9} for row in rollout_rows([[1.0]])]
