@@ -21,9 +21,9 @@ from treepack.kernels.plan import TreePlan
 # Measured (benchmarks/bench_attention_cpu.py): larger packs waste masked pairs, smaller blocks drown in calls and merges.
 _PACK = 128
 _CHAIN = 64
-# Where a tile's mask or scores are built in memory: its most keys, and its most scores of all heads together (16 MiB).
+# Where a tile's mask or scores are built in memory: its most keys, and its most scores of all heads together (4 MiB).
 _SPLIT = 256
-_SCORES = 2**22
+_SCORES = 2**20
 
 _sdpa_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _sdpa_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -10,7 +10,7 @@ from support.forests import FORESTS, comb, forests, positions_of
 from treepack.kernels.plan import PlanMemo, TreePlan
 from treepack.kernels.reference import visible_pairs
 
-exhaustively = settings(derandomize=True, deadline=None, max_examples=200)
+exhaustively = settings(max_examples=200)
 
 
 def brute_force_end(positions: list[int]) -> list[int]:

@@ -153,9 +153,7 @@ def exact_results(inputs: Inputs, plan: TreePlan, **options: object) -> dict[str
     return run(lambda q, k, v, sinks: reference_attention(q, k, v, plan, sinks=sinks, **options), double)
 
 
-def assert_close(
-    found: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor], plan: TreePlan
-) -> None:
+def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor], plan: TreePlan) -> None:
     """Check every result's largest error in every segment against twice that of a plain low-precision computation.
 
     To the plain computation's error in the segment comes the rounding of the stored result and the noise of float32
@@ -172,7 +170,8 @@ def assert_close(
         if not target.numel():
             continue
         noise_eps = torch.finfo(torch.float64 if result.dtype == torch.float64 else torch.float32).eps
-        noise = 4 * noise_eps * max(float(target.abs().max()), 1.0)
+        # Score gradients are differences of dO.V, whose size for these normal inputs is that of 16 columns or more.
+        noise = 4 * noise_eps * max(float(target.abs().max()), 16.0)
         rounding = torch.finfo(result.dtype).eps * target.abs()
         error = (result.double() - target).abs() - 2 * (rounding + noise)
         allowed = 2 * (plain[name].double() - target).abs()
