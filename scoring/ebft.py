@@ -14,14 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from treepack.scoring.rows import ScoredRow
-from treepack.scoring.scorer import (
-    TrainerScorer,
-    check_packed_model,
-    collate_packed,
-    completion_masks,
-    scored_sequences,
-)
+from treepack.scoring.packed_scorer import PackedModelScorer
 from treepack.scoring.sequences import unpack_sequences
 from treepack.scoring.trainer import ScoringTrainer
 
@@ -35,7 +28,7 @@ RANK_TOLERANCE = 1e-5
 """Directions whose singular value is below this, relative to the largest, are not whitened but left out."""
 
 
-class EBFTScorer(TrainerScorer):
+class EBFTScorer(PackedModelScorer):
     """Feature-matching reward of energy-based fine-tuning.
 
     With f_j the features of the prompt and sample j, f_ref those of the prompt and the group's reference answer:
@@ -75,6 +68,7 @@ class EBFTScorer(TrainerScorer):
         alignment_coef: a.
         diversity_coef: b.
         share_prefixes: whether sequences of a row share prefixes.
+        shard: whether `prepare` shards the base model over all ranks with FSDP2.
 
     Raises:
         ValueError: a model that was not loaded with tree attention or has no list of decoder layers; an option out of
@@ -98,27 +92,29 @@ class EBFTScorer(TrainerScorer):
         alignment_coef: float = 1.0,
         diversity_coef: float = 1.0,
         share_prefixes: bool = True,
+        shard: bool = False,
     ) -> None:
         if pooling not in get_args(Pooling):
             raise ValueError(f"pooling must be one of {get_args(Pooling)}, got {pooling!r}")
-        if token_budget < 1:
-            raise ValueError(f"token_budget must be at least 1, got {token_budget}")
         if not layers or not all(0 < fraction <= 1 for fraction in layers):
             raise ValueError(f"layers must be fractions of the depth in (0, 1], one at least, got {tuple(layers)}")
         for option, value in (("alignment_coef", alignment_coef), ("diversity_coef", diversity_coef)):
             if not math.isfinite(value):
                 raise ValueError(f"{option} must be finite, got {value}")
-        check_packed_model(model)
-        self.name = name
-        self.model = model.eval()
+        super().__init__(
+            model,
+            name=name,
+            token_budget=token_budget,
+            share_prefixes=share_prefixes,
+            shard=shard,
+            with_masks=pooling == "completion_mean",
+        )
         self.layers = _layers_at(model, layers)
-        self.token_budget = token_budget
         self.pooling = pooling
         self.whiten = whiten
         self.normalize = normalize
         self.alignment_coef = alignment_coef
         self.diversity_coef = diversity_coef
-        self.share_prefixes = share_prefixes
 
     def group_extras(self, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The reference answer after the group's prompt, if the group has one.
@@ -144,17 +140,6 @@ class EBFTScorer(TrainerScorer):
         mask = np.r_[np.zeros(len(prompt), np.int64), np.ones(len(reference), np.int64)]
         return [{"input_ids": np.r_[prompt, reference], "completion_mask": mask}]
 
-    def collate(
-        self, rows: Sequence[ScoredRow], index: int
-    ) -> tuple[list[dict[str, torch.Tensor]], dict[str, int | float]]:
-        """See `TrainerScorer.collate`."""
-        return collate_packed(
-            [scored_sequences(row, index) for row in rows],
-            token_budget=self.token_budget,
-            share_prefixes=self.share_prefixes,
-            masks=[completion_masks(row, index) for row in rows] if self.pooling == "completion_mean" else None,
-        )
-
     def features(self, trainer: ScoringTrainer, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """(S, F): each sequence's pooled hidden states, layer by layer; zeros where there is nothing to pool."""
         model_inputs, positions_P, offsets = unpack_sequences(inputs)
@@ -168,7 +153,7 @@ class EBFTScorer(TrainerScorer):
         with ExitStack() as hooks:
             for layer in self.layers:
                 hooks.callback(layer.register_forward_hook(keep).remove)
-            self.model.base_model(**model_inputs)
+            self.run_base(model_inputs)
         return inputs["uid"].reshape(-1)[: len(offsets) - 1], torch.cat(pooled, dim=1)
 
     def group_rewards(

@@ -3,23 +3,16 @@
 N: tokens of the packed row, P: tokens of all its sequences, S: sequences, T: scored tokens.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from treepack.scoring.log_probs import add_rows, token_log_probs
-from treepack.scoring.rows import ScoredRow
-from treepack.scoring.scorer import (
-    TrainerScorer,
-    check_packed_model,
-    collate_packed,
-    completion_masks,
-    scored_sequences,
-)
+from treepack.scoring.packed_scorer import PackedModelScorer
 from treepack.scoring.sequences import unpack_sequences
 from treepack.scoring.trainer import ScoringTrainer
 
@@ -31,7 +24,7 @@ Reduction = Literal["mean", "sum"]
 _PROBE_TOKENS = 16
 
 
-class LogProbScorer(TrainerScorer):
+class LogProbScorer(PackedModelScorer):
     """Log-probability of a completion under a frozen causal language model: a likelihood or KL reward.
 
     With y the tokens of a sample whose `completion_mask` is 1, except a first token, which nothing predicts:
@@ -50,6 +43,7 @@ class LogProbScorer(TrainerScorer):
         name: the reward column's name.
         reduction: "mean" over the completion's tokens or their "sum".
         share_prefixes: whether sequences of a row share prefixes.
+        shard: whether `prepare` shards the base model over all ranks with FSDP2.
 
     Raises:
         ValueError: no causal language model, or one not loaded with tree attention; an option out of range.
@@ -65,39 +59,28 @@ class LogProbScorer(TrainerScorer):
         name: str = "log_prob",
         reduction: Reduction = "mean",
         share_prefixes: bool = True,
+        shard: bool = False,
     ) -> None:
         if reduction not in get_args(Reduction):
             raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
-        if token_budget < 1:
-            raise ValueError(f"token_budget must be at least 1, got {token_budget}")
-        check_packed_model(model)
-        self.name = name
-        self.model = model.eval()
-        self.head = _plain_head(self.model)
-        self.token_budget = token_budget
-        self.reduction = reduction
-        self.share_prefixes = share_prefixes
-
-    def collate(
-        self, rows: Sequence[ScoredRow], index: int
-    ) -> tuple[list[dict[str, torch.Tensor]], dict[str, int | float]]:
-        """See `TrainerScorer.collate`."""
-        return collate_packed(
-            [scored_sequences(row, index) for row in rows],
-            token_budget=self.token_budget,
-            share_prefixes=self.share_prefixes,
-            masks=[completion_masks(row, index) for row in rows],
+        super().__init__(
+            model, name=name, token_budget=token_budget, share_prefixes=share_prefixes, shard=shard, with_masks=True
         )
+        self.head = _plain_head(self.model)
+        self.reduction = reduction
 
     def features(self, trainer: ScoringTrainer, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """(S, 2): the summed log-probability of each completion, and its number of tokens."""
         model_inputs, positions_P, offsets = unpack_sequences(inputs)
-        hidden_NH = self.model.base_model(**model_inputs).last_hidden_state[0].to(self.head.weight.dtype)
+        weight_VH = self.head.weight
+        if isinstance(weight_VH, DTensor):  # tied to the sharded embedding
+            weight_VH = weight_VH.full_tensor()
+        hidden_NH = self.run_base(model_inputs).to(weight_VH.dtype)
         scored_P = inputs["mask"].reshape(-1)[: len(positions_P)].bool()
         scored_P[offsets[:-1]] = False
         at_T = scored_P.nonzero()[:, 0]
         log_probs_T = _shared_log_probs(
-            hidden_NH, self.head.weight, model_inputs["input_ids"][0], positions_P[at_T - 1], positions_P[at_T]
+            hidden_NH, weight_VH, model_inputs["input_ids"][0], positions_P[at_T - 1], positions_P[at_T]
         )
         sequence_T = torch.searchsorted(offsets, at_T, right=True) - 1
         terms_T2 = torch.stack([log_probs_T, torch.ones_like(log_probs_T)], dim=1).double()

@@ -1,6 +1,5 @@
 """RewardModelScorer: a sequence classification model's score of each sample, from one packed forward."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -8,8 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from treepack.scoring.rows import ScoredRow
-from treepack.scoring.scorer import TrainerScorer, collate_packed, scored_sequences
+from treepack.scoring.packed_scorer import PackedModelScorer
 from treepack.scoring.sequences import unpack_sequences
 from treepack.scoring.trainer import ScoringTrainer
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class RewardModelScorer(TrainerScorer):
+class RewardModelScorer(PackedModelScorer):
     """Scores samples with a transformers sequence classification model.
 
     The base model runs once over the packed row and the classification head on the hidden state of each sequence's last
@@ -31,9 +29,11 @@ class RewardModelScorer(TrainerScorer):
         name: the reward column's name.
         label: which of the head's outputs is the reward; needed where it has several.
         share_prefixes: whether sequences of a row share prefixes.
+        shard: whether `prepare` shards the base model over all ranks with FSDP2.
 
     Raises:
-        ValueError: the model has no `score` head, or several labels and no `label`, or no such label.
+        ValueError: the model has no `score` head or was not loaded with tree attention, or has several labels and no
+            `label`, or no such label.
         NotImplementedError: a packed row would be wrong for this model (see `check_tree_support`).
     """
 
@@ -45,9 +45,8 @@ class RewardModelScorer(TrainerScorer):
         name: str = "reward_model",
         label: int | None = None,
         share_prefixes: bool = True,
+        shard: bool = False,
     ) -> None:
-        from treepack.kernels.tree_support import check_tree_support
-
         head = getattr(model, "score", None)
         if not isinstance(head, nn.Module):
             raise ValueError(
@@ -58,28 +57,15 @@ class RewardModelScorer(TrainerScorer):
             raise ValueError(f"label must say which of the model's {num_labels} outputs is the reward, got None")
         if label is not None and not 0 <= label < num_labels:
             raise ValueError(f"label must be in [0, {num_labels}), got {label}")
-        if token_budget < 1:
-            raise ValueError(f"token_budget must be at least 1, got {token_budget}")
-        check_tree_support(model)
-        self.name = name
-        self.model = model.eval()
+        super().__init__(model, name=name, token_budget=token_budget, share_prefixes=share_prefixes, shard=shard)
         self.head = head
         self.label = label or 0
-        self.token_budget = token_budget
-        self.share_prefixes = share_prefixes
-
-    def collate(
-        self, rows: Sequence[ScoredRow], index: int
-    ) -> tuple[list[dict[str, torch.Tensor]], dict[str, int | float]]:
-        """See `TrainerScorer.collate`."""
-        sequences = [scored_sequences(row, index) for row in rows]
-        return collate_packed(sequences, token_budget=self.token_budget, share_prefixes=self.share_prefixes)
 
     def features(self, trainer: ScoringTrainer, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The head's outputs (S, num_labels) on each sequence's last token."""
         model_inputs, positions, offsets = unpack_sequences(inputs)
         last = positions[offsets[1:] - 1]
-        hidden = self.model.base_model(**model_inputs).last_hidden_state[0]
+        hidden = self.run_base(model_inputs)
         uids = inputs["uid"].reshape(-1)[: len(last)]
         return uids, self.head(hidden[last]).float()
 

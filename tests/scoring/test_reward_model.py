@@ -91,7 +91,10 @@ def test_refusals():
     causal = tiny_model("qwen3", auto_class=AutoModelForCausalLM)
     with pytest.raises(ValueError, match="with a `score` head, got Qwen3ForCausalLM"):
         RewardModelScorer(causal, token_budget=100)
+    plain = tiny_model("qwen3", auto_class=AutoModelForSequenceClassification, num_labels=1)
+    with pytest.raises(ValueError, match="model must be loaded with attn_implementation='treepack', got 'eager'"):
+        RewardModelScorer(plain, token_budget=100)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    dynamic = tiny_model("llama", auto_class=AutoModelForSequenceClassification, num_labels=1, rope_parameters=rope)
+    dynamic, _ = model_pair("llama", num_labels=1, rope_parameters=rope)
     with pytest.raises(NotImplementedError, match="dynamic"):
         RewardModelScorer(dynamic, token_budget=100)

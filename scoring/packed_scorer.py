@@ -1,0 +1,80 @@
+"""PackedModelScorer: what scorers share whose features come from a frozen transformers model's packed forward."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from treepack.scoring.rows import ScoredRow
+from treepack.scoring.scorer import (
+    TrainerScorer,
+    check_packed_model,
+    collate_packed,
+    completion_masks,
+    scored_sequences,
+)
+from treepack.scoring.sharding import reshard, shard_frozen
+from treepack.scoring.trainer import ScoringTrainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class PackedModelScorer(TrainerScorer):
+    """A scorer that runs the base model of a frozen transformers model over packed rows.
+
+    Args:
+        model: loaded with `attn_implementation="treepack"`, on the device it is to run on; put in eval mode here.
+        name: the reward column's name.
+        token_budget: unique tokens of one forward; longer rows are split into chunks.
+        share_prefixes: whether sequences of a row share prefixes.
+        shard: whether `prepare` shards the base model over all ranks with FSDP2.
+        with_masks: whether `collate` adds completion masks.
+
+    Raises:
+        ValueError: `token_budget` < 1, or a model that was not loaded with tree attention.
+        NotImplementedError: a packed row would be wrong for this model (see `check_tree_support`).
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        *,
+        name: str,
+        token_budget: int,
+        share_prefixes: bool,
+        shard: bool,
+        with_masks: bool = False,
+    ) -> None:
+        if token_budget < 1:
+            raise ValueError(f"token_budget must be at least 1, got {token_budget}")
+        check_packed_model(model)
+        self.model = model.eval()
+        self.name = name
+        self.token_budget = token_budget
+        self.share_prefixes = share_prefixes
+        self.sharded = shard
+        self.with_masks = with_masks
+
+    def prepare(self, trainer: ScoringTrainer) -> None:
+        """Shard the base model, if asked to; call once on every rank."""
+        if self.sharded:
+            shard_frozen(self.model.base_model, trainer.accelerator)
+
+    def collate(
+        self, rows: Sequence[ScoredRow], index: int
+    ) -> tuple[list[dict[str, torch.Tensor]], dict[str, int | float]]:
+        """See `TrainerScorer.collate`."""
+        return collate_packed(
+            [scored_sequences(row, index) for row in rows],
+            token_budget=self.token_budget,
+            share_prefixes=self.share_prefixes,
+            masks=[completion_masks(row, index) for row in rows] if self.with_masks else None,
+        )
+
+    def run_base(self, model_inputs: dict[str, Any]) -> torch.Tensor:
+        """Last hidden states (N, hidden size) of a packed row, after the final norm."""
+        hidden: torch.Tensor = self.model.base_model(**model_inputs).last_hidden_state[0]
+        if self.sharded:
+            reshard(self.model.base_model)
+        return hidden

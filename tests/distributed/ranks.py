@@ -1,0 +1,179 @@
+"""What every rank of test_ranks.py runs under torchrun: checks by name, raising on the rank that finds them wrong."""
+
+import sys
+from collections import defaultdict
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForSequenceClassification
+
+from support.models import sample_sequences, tiny_model
+from support.samples import group, groups_of, sample
+from treepack import (
+    EBFTScorer,
+    LogProbScorer,
+    RewardModelScorer,
+    ScoringCollator,
+    StepPlanner,
+    TrainerScorer,
+    register_attention,
+    score_step,
+)
+from treepack.scoring.collectives import gather_rows
+from treepack.scoring.scorer import collate_packed, scored_sequences
+from treepack.scoring.trainer import LocalTrainer, ScoringArgs
+
+RANKS = 2
+
+
+class LengthScorer(TrainerScorer):
+    """Feature: the sequence's length and last token; reward: their sum. `fail_on` makes that rank's forward raise."""
+
+    def __init__(self, fail_on=None, sharded=False):
+        self.name, self.fail_on, self.sharded, self.calls = "length", fail_on, sharded, 0
+
+    def group_extras(self, samples):
+        return [{"input_ids": np.arange(3 + len(samples))}]
+
+    def collate(self, rows, index):
+        return collate_packed([scored_sequences(row, index) for row in rows], token_budget=20)
+
+    def features(self, trainer, inputs):
+        self.calls += 1
+        if trainer.accelerator.process_index == self.fail_on:
+            raise RuntimeError("the scorer's device is on fire")
+        if self.sharded:  # what an all-gather of parameters does to a rank whose peer is gone
+            dist.all_reduce(torch.zeros(1))
+        offsets = inputs["offsets"][0, : int(inputs["sizes"][0, 3])]
+        last = inputs["input_ids"][0, inputs["positions"][0, offsets[1:] - 1]]
+        return inputs["uid"][0, : len(last)], torch.stack([offsets.diff(), last], dim=1).float()
+
+    def group_rewards(self, sample_features, extra_features):
+        assert extra_features.shape == (1, 2)
+        return sample_features.double().sum(1) - extra_features[0, 0], {}
+
+
+def batches_of(stream, scorers, steps=2, budget=60):
+    shared = {"token_budget": budget, "scorers": scorers, "metrics": defaultdict(list)}
+    rows = list(StepPlanner(stream, num_processes=RANKS, steps=steps, samples_per_row=0, **shared))[:steps]
+    return [ScoringCollator(0, RANKS, **shared)([micro_batch]) for micro_batch in rows]
+
+
+def own_slice(value, rank):
+    """What the dispatcher gives to `rank`: nested dicts of tensors, cut in dim 0."""
+    if isinstance(value, dict):
+        return {key: own_slice(entry, rank) for key, entry in value.items()}
+    return value[rank : rank + 1].clone()
+
+
+def rewarded(sizes, seed=0, **more):
+    rng = np.random.default_rng(seed)
+    return [{**s, "rewards": {"reward": float(rng.integers(0, 4))}} for s in groups_of(sizes, **more)]
+
+
+def trainer_with(accelerator, scorers, model=None):
+    return LocalTrainer(model or torch.nn.Identity(), scorers, ScoringArgs(), accelerator)
+
+
+def same_as_one_process(accelerator):
+    """Two ranks with a row each leave the same micro-batches and scores as one process with both rows, bit for bit."""
+    rank = accelerator.process_index
+    for sizes, length in (([5, 3, 4], 9), ([2], 8), ([6], 12)):
+        stream = rewarded(sizes, length=length)
+        whole, scorers = batches_of(stream, [LengthScorer()]), [LengthScorer()]
+        expected = score_step(LocalTrainer(torch.nn.Identity(), [LengthScorer()]), whole)
+        mine = [own_slice(batch, rank) for batch in batches_of(stream, [LengthScorer()])]
+        scores = score_step(trainer_with(accelerator, scorers), mine)
+        assert (scores is None) is (rank != 0)
+        if scores is not None:
+            assert scores.names == expected.names == ("reward", "length")
+            np.testing.assert_array_equal(scores.rewards, expected.rewards)
+            np.testing.assert_array_equal(scores.advantages, expected.advantages)
+            assert scores.reasons == expected.reasons
+        for batch, of_all in zip(mine, whole, strict=True):
+            for key, tensor in of_all.items():
+                assert torch.equal(batch[key], tensor[rank : rank + 1]), key
+        calls = gather_rows(accelerator, torch.tensor([scorers[0].calls])).tolist()
+        assert len(set(calls)) == 1, calls  # case 40: as many forwards on every rank, whatever it holds
+
+
+def reward_model(**options):
+    model = tiny_model(
+        "qwen3", auto_class=AutoModelForSequenceClassification, attn_implementation="treepack", num_labels=1
+    )
+    return RewardModelScorer(model, token_budget=40, **options)
+
+
+def log_prob(**options):  # its head is tied to the embedding, which is sharded with the base model
+    model = tiny_model("qwen3", attn_implementation="treepack", tie_word_embeddings=True)
+    return LogProbScorer(model, token_budget=40, **options)
+
+
+def ebft(**options):
+    return EBFTScorer(tiny_model("llama", attn_implementation="treepack"), token_budget=40, **options)
+
+
+def sharded_scorers(accelerator):
+    """FSDP2-sharded scorers give what whole ones give, with ranks of very different loads, step after step."""
+    register_attention()
+    rank = accelerator.process_index
+    sequences = [ids.numpy() for ids in sample_sequences()]
+    for make in (reward_model, log_prob, ebft):
+        for ids_of_step in (sequences, sequences[:1]):
+            stream = [
+                {**sample(i, 0, len(ids_of_step), ids), "rewards": {}, "reference_ids": np.array([7, 8, 9])}
+                for i, ids in enumerate(ids_of_step)
+            ]
+            whole, scorer = make(), make(shard=True)
+            expected = score_step(LocalTrainer(whole.model, [whole]), batches_of(stream, [whole], steps=1, budget=100))
+            trainer = trainer_with(accelerator, [scorer], torch.nn.Linear(1, 1))
+            scorer.prepare(trainer)
+            for _ in range(2):
+                assert all(isinstance(p, DTensor) for p in scorer.model.base_model.parameters())
+                batches = batches_of(stream, [scorer], steps=1, budget=100)
+                scores = score_step(trainer, [own_slice(batch, rank) for batch in batches])
+                if scores is not None:
+                    np.testing.assert_allclose(scores.rewards, expected.rewards, atol=1e-5)
+
+
+def error_reaches_all_ranks(accelerator):
+    stream = [*group(0, [8, 9, 12])]
+    mine = [own_slice(batch, accelerator.process_index) for batch in batches_of(stream, [LengthScorer()])]
+    scorer = LengthScorer(fail_on=1)
+    with pytest.raises(RuntimeError, match="the scorer's device is on fire") as caught:
+        score_step(trainer_with(accelerator, [scorer]), mine)
+    if accelerator.process_index == 0:
+        assert "rank 1 failed while computing the features of scorer 'length'" in str(caught.value)
+
+
+def uneven_gather(accelerator):
+    rank = accelerator.process_index
+    for sizes in ((0, 0), (3, 0), (0, 2), (4, 5)):
+        rows = torch.full((sizes[rank], 2), rank, dtype=torch.int64)
+        gathered = gather_rows(accelerator, rows)
+        assert gathered[:, 0].tolist() == [0] * sizes[0] + [1] * sizes[1]
+    with pytest.raises(ValueError, match="rows must have one shape on all ranks"):
+        gather_rows(accelerator, torch.zeros(1, 2 + rank))
+
+
+def sharded_failure_ends_the_job(accelerator):
+    """Rank 1 fails where rank 0 waits for it: it must log why and end, so that the launcher ends rank 0."""
+    mine = [own_slice(batch, accelerator.process_index) for batch in batches_of(groups_of([4]), [LengthScorer()])]
+    score_step(trainer_with(accelerator, [LengthScorer(fail_on=1, sharded=True)]), mine)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=60))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[process_group])
+    assert accelerator.num_processes == RANKS
+    for name in sys.argv[1:]:
+        globals()[name](accelerator)
+        print(f"{name}: rank {accelerator.process_index} ok", flush=True)
+    accelerator.end_training()
