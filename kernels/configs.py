@@ -14,7 +14,7 @@ MAX_HEAD_DIM = 256
 # More packed heads would leave a tile too few tokens: a group beyond this is cut in chunks.
 _MAX_PACK = 16
 
-_Family = Literal["hopper", "ampere", "consumer", "cdna"]
+_Family = Literal["blackwell", "hopper", "ampere", "consumer", "cdna"]
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _family(device: Device) -> _Family:
     else:
         capability = int(device.arch.removeprefix("sm_"))
         if capability in (90, 100, 103) and device.shared_memory >= 232448:
-            family = "hopper"
+            family = "hopper" if capability == 90 else "blackwell"
         else:
             family = "ampere" if device.shared_memory >= 166912 else "consumer"
         enough = capability >= 80 and device.shared_memory >= 101376
@@ -185,20 +185,25 @@ def _family(device: Device) -> _Family:
 _Table = dict[_Family, dict[int, tuple[Tile, Tile, Tile]]]
 
 _TILES: _Table = {
+    "blackwell": {
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 3)),
+        256: (Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), Tile(32, 64, 8, 2)),
+    },
     "hopper": {
         64: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
         128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 3)),
         256: (Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), Tile(32, 64, 8, 2)),
     },
     "ampere": {
-        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
         128: (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
         256: (Tile(64, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
     },
     "consumer": {
-        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-        128: (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
-        256: (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+        128: (Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
+        256: (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 2)),
     },
     "cdna": {
         64: (Tile(128, 32, 4, 1), Tile(128, 64, 4, 1), Tile(64, 128, 4, 1)),
@@ -207,24 +212,20 @@ _TILES: _Table = {
     },
 }
 
+# float32 rows are twice as wide, and IEEE products run outside of the tensor cores.
+_LARGE_FLOAT32_TILES = {
+    128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    256: (Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+}
 _FLOAT32_TILES: _Table = {
-    "hopper": {
-        64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-        128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-        256: (Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    },
-    "ampere": {
-        64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-        128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-        256: (Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    },
+    "blackwell": _LARGE_FLOAT32_TILES,
+    "hopper": _LARGE_FLOAT32_TILES,
+    "ampere": _LARGE_FLOAT32_TILES,
     "consumer": {
-        64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-        128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-        256: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        128: (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        256: (Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
     },
     "cdna": {
-        64: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
         128: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
         256: (Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
     },
