@@ -23,7 +23,7 @@ from treepack.scoring.samples import Sample
 
 Buffers = dict[str, NDArray[Any]]
 
-# Loss terms in runs shorter than this on average are gathered one by one, longer ones copied as slices.
+# A mask whose runs are shorter than this on average has its loss terms gathered; longer ones are copied as slices.
 SHORT_RUN = 32
 
 
@@ -287,17 +287,21 @@ def _trained_runs(mask: NDArray[Any]) -> tuple[int, int, list[int]]:
 
     Position 0 has no predecessor: it is trained but no loss term. No runs are given where they are short.
     """
-    trained = mask != 0
-    first = int(trained[0])
-    trained[0] = False
-    terms = int(np.count_nonzero(trained))
-    edges = (trained[1:] != trained[:-1]).nonzero()[0] + 1
-    if 2 * terms < SHORT_RUN * len(edges):
-        return terms + first, terms, []
-    runs: list[int] = edges.tolist()
-    if len(runs) % 2:
-        runs.append(len(trained))
-    return terms + first, terms, runs
+    edges = (mask[1:] != mask[:-1]).nonzero()[0]
+    if len(mask) < SHORT_RUN * len(edges):
+        trained = int(np.count_nonzero(mask))
+        return trained, trained - int(mask[0] != 0), []
+    trained, terms, start = 0, 0, 0
+    runs: list[int] = []
+    for stop in (*(edges + 1).tolist(), len(mask)):
+        if mask[start]:
+            trained += stop - start
+            first = max(start, 1)
+            if first < stop:
+                terms += stop - first
+                runs += first, stop
+        start = stop
+    return trained, terms, runs
 
 
 _counted: tuple[Any, int] = (None, 0)
@@ -313,7 +317,8 @@ def _count_trained(mask: Any) -> int:
 
 def _checked_arrays(sample: Sample, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """`input_ids` and `completion_mask` of the sample that becomes number `index` of its row."""
-    ids, mask, log_probs = (np.asarray(sample[name]) for name in ("input_ids", "completion_mask", "old_log_probs"))
+    ids, mask = np.asarray(sample["input_ids"]), np.asarray(sample["completion_mask"])
+    log_probs = np.asarray(sample["old_log_probs"])
     if ids.ndim != 1 or not len(ids):
         raise ValueError(f"input_ids of sample {index} must be (n,) with n > 0, got shape {ids.shape}")
     if mask.shape != ids.shape or log_probs.shape != ids.shape:
