@@ -1,4 +1,4 @@
-"""`tree_attention`: validation, the `torch.library` ops with their fakes and gradients, and dispatch.
+"""`tree_attention`: the `torch.library` ops with their fakes and gradients, and dispatch.
 
 The ops take a plan's two tensors, not the plan, so they trace: `torch.compile(fullgraph=True)`, `torch.func`,
 checkpointing and `torch.library.opcheck` all work. A device's kernel registers on the same op.
@@ -6,20 +6,15 @@ checkpointing and `torch.library.opcheck` all work. A device's kernel registers 
 Legend: H query heads, K kv heads, N tokens, D head dim, V value dim.
 """
 
-import math
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from treepack.kernels import cpu
-from treepack.kernels.configs import MAX_HEAD_DIM
+from treepack.kernels.checks import Backend, check_inputs, check_options, choose_backend
 from treepack.kernels.plan import TreePlan
 from treepack.kernels.reference import reference_attention
-
-Backend = Literal["triton", "cpu", "flash", "reference"]
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @overload
@@ -79,7 +74,8 @@ def tree_attention(
     every root-to-leaf sequence alone. Differentiable in q, k, v and sinks, through both outputs.
 
     Args:
-        q: queries (N, H, D); float16, bfloat16, float32 or float64. Any strides.
+        q: queries (N, H, D); float16, bfloat16, float32 or float64. Any strides. Under `torch.autocast` q, k and v are
+            cast to its dtype, unless they are float64.
         k: keys (N, K, D), in q's dtype and on its device; H must be a multiple of K.
         v: values (N, K, V), likewise; V may differ from D.
         position_ids: (N,) or (1, N) integer, the 0-based depth of each token in its sequence. Exactly one of
@@ -93,8 +89,8 @@ def tree_attention(
         deterministic: results and gradients repeat bit for bit. The triton, cpu and reference backends always do, at no
             cost, so it changes nothing there.
         return_lse: also return the log-sum-exp of the scores.
-        backend: "cpu" or "reference" (dense float64, any device); None picks by q's device. A named backend runs or
-            raises; nothing falls back silently.
+        backend: "triton" (a GPU), "cpu" or "reference" (dense float64, any device); None picks by q's device. A named
+            backend runs or raises; nothing falls back silently.
 
     Returns:
         out (N, H, V) in q's dtype; with `return_lse` also lse (H, N), natural log, without the sinks, float32
@@ -105,9 +101,10 @@ def tree_attention(
         ValueError: shapes, devices or values do not fit together, or `position_ids` is no depth-first forest.
         NotImplementedError: the backend is not available for these tensors.
     """
-    _check_inputs(q, k, v)
-    _check_options(q, scale, sliding_window, softcap, sinks)
-    chosen = _choose_backend(backend, q, v)
+    q, k, v = (_autocast(tensor) for tensor in (q, k, v))
+    check_inputs(q, k, v)
+    check_options(q, scale, sliding_window, softcap, sinks)
+    chosen = choose_backend(backend, q, v)
     subtree_end, depth = _plan_tensors(position_ids, plan, q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if chosen == "reference":
@@ -331,36 +328,18 @@ class _AttentionBackward(torch.autograd.Function):
         raise NotImplementedError("tree_attention has no second derivative; backend='reference' has")
 
 
+def _autocast(tensor: Tensor) -> Tensor:
+    """Cast as autocast does for torch's own attention."""
+    # What is no tensor is for the checks to refuse.
+    if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        device = tensor.device.type
+        if torch.is_autocast_enabled(device):
+            return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
+
+
 def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _choose_backend(backend: Backend | None, q: Tensor, v: Tensor) -> Backend:
-    if backend is not None and backend not in get_args(Backend):
-        raise ValueError(f"backend must be None or one of {', '.join(get_args(Backend))}, got {backend!r}")
-    on_cpu = q.device.type == "cpu"
-    chosen: Backend = backend or ("cpu" if on_cpu else "triton")
-    if chosen == "cpu" and not on_cpu:
-        raise ValueError(f"backend 'cpu' must get tensors on a CPU, got {q.device}")
-    if chosen == "triton":
-        _check_triton(q, v)
-    if chosen == "flash":
-        raise NotImplementedError("backend must be 'triton', 'cpu' or 'reference' in this version, got 'flash'")
-    return chosen
-
-
-def _check_triton(q: Tensor, v: Tensor) -> None:
-    if q.device.type != "cuda":
-        raise ValueError(f"backend 'triton' must get tensors on a CUDA or ROCm GPU, got {q.device}")
-    if q.dtype == torch.float64:
-        raise TypeError(
-            "q must be float16, bfloat16 or float32 for backend 'triton', got torch.float64 (see 'reference')"
-        )
-    for name, columns in (("q", q.shape[2]), ("v", v.shape[2])):
-        if columns > MAX_HEAD_DIM:
-            raise NotImplementedError(
-                f"{name} must have a head dim of at most {MAX_HEAD_DIM} for backend 'triton', got {columns}"
-            )
 
 
 def _plan_tensors(position_ids: Tensor | None, plan: TreePlan | None, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -381,49 +360,3 @@ def _plan_tensors(position_ids: Tensor | None, plan: TreePlan | None, q: Tensor)
     if device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {device}")
     return _plan(position_ids) if plan is None else (plan.subtree_end, plan.depth)
-
-
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
-        if tensor.dim() != 3:
-            raise ValueError(f"{name} must be (tokens, heads, head dim), got {tuple(tensor.shape)}")
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
-        if tensor.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} must have the {q.shape[0]} tokens of q, got {tensor.shape[0]}")
-        if tensor.shape[1] == 0 or tensor.shape[2] == 0:
-            raise ValueError(f"{name} must have at least one head and one column, got {tuple(tensor.shape)}")
-    if k.shape[2] != q.shape[2]:
-        raise ValueError(f"k must have q's head dim {q.shape[2]}, got {k.shape[2]}")
-    if v.shape[1] != k.shape[1]:
-        raise ValueError(f"v must have the {k.shape[1]} heads of k, got {v.shape[1]}")
-    if q.shape[1] % k.shape[1] != 0:
-        raise ValueError(f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]}")
-
-
-def _check_options(
-    q: Tensor, scale: float | None, sliding_window: int | None, softcap: float | None, sinks: Tensor | None
-) -> None:
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    if sliding_window is not None and not isinstance(sliding_window, int):
-        raise TypeError(f"sliding_window must be an int, got {type(sliding_window).__name__}")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap must be positive and finite, got {softcap}")
-    if sinks is None:
-        return
-    if not isinstance(sinks, Tensor) or sinks.dtype not in _DTYPES:
-        got = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise TypeError(f"sinks must be a tensor of float16, bfloat16, float32 or float64, got {got}")
-    if sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks must be one logit for each of q's {q.shape[1]} heads, got {tuple(sinks.shape)}")
-    if sinks.device != q.device:
-        raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")

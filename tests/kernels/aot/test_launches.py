@@ -1,6 +1,7 @@
 """What a launch asks for: how often it compiles, its grid, the kernels behind the public op's GPU entry."""
 
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from support.aot import TARGETS, Case, compile_only, launch_all
 from treepack.kernels import gpu, ops
+from treepack.kernels.tree_bwd import key_kernel, query_kernel
+from treepack.kernels.tree_fwd import forward_kernel
 
 CASE = Case("sm_80", (64, 64), features=False)
 
@@ -63,3 +66,24 @@ def test_the_public_op_launches_these_kernels(monkeypatch: pytest.MonkeyPatch) -
         *[(100, 2, 64)] * 2,
         (0,),
     ]
+
+
+@pytest.mark.parametrize(("window", "pairs"), [(None, 5050), (10, 955)])
+def test_profilers_see_the_visible_pairs_work(window: int | None, pairs: int) -> None:
+    q, k, v = (torch.zeros(100, heads, columns, dtype=torch.bfloat16) for heads, columns in ((8, 64), (2, 64), (2, 32)))
+    names = ("Q", "GRAD_Q", "K", "GRAD_K", "V", "GRAD_V", "OUT", "GRAD_OUT", "LSE", "NORM", "DELTA")
+    tensors = dict.fromkeys(names, torch.zeros(8, 100)) | {"Q": q, "K": k, "V": v}
+    args = {
+        **tensors,
+        "DEPTH": torch.arange(100, dtype=torch.int32),
+        "HAS_WINDOW": window is not None,
+        "window": window,
+        "HEAD_DIM": 64,
+        "VALUE_DIM": 32,
+    }
+    for kernel, columns in ((forward_kernel, 96), (query_kernel, 160), (key_kernel, 192)):
+        seen = kernel.launch_metadata((1,), SimpleNamespace(name=kernel.__name__), args)
+        assert seen["flops16"] == 2 * pairs * 8 * columns
+        assert seen["name"] == f"{kernel.__name__} N=100 H=8 D=64:32"
+    seen = forward_kernel.launch_metadata((1,), SimpleNamespace(name="forward_kernel"), args)
+    assert seen["bytes"] == 2 * (q.numel() + k.numel() + v.numel()) + 2 * 4 * 800
