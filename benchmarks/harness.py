@@ -176,7 +176,8 @@ def _draw(suite: str, records: list[Comparison], path: Path) -> Path:
         shown = [(c, r.speedup(name)) for c, r in enumerate(records) if name in r.peers_s]
         where = [c + (p - (len(peers) - 1) / 2) * height for c, _ in shown]
         bars = axes.barh(where, [speed for _, speed in shown], 0.9 * height, label=name)
-        axes.bar_label(bars, fmt=" %.3gx", fontsize=9)
+        backdrop = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # a target mark may lie behind
+        axes.bar_label(bars, fmt="%.3gx", fontsize=9, padding=6, bbox=backdrop, zorder=4)
     for c, r in enumerate(records):
         if r.target is not None:
             first = c - (len(peers) - 1) / 2 * height
