@@ -18,7 +18,7 @@ from treepack.kernels.cascade import Primitive, Rows, Tile, cascade_backward, ca
 from treepack.kernels.cpu_tiles import Tiling, tile_schedule
 from treepack.kernels.plan import TreePlan
 
-# Measured (benchmarks/bench_attention_cpu.py): larger packs waste masked pairs, smaller blocks drown in calls and merges.
+# Measured: larger packs waste masked pairs, smaller blocks drown in calls and merges.
 _PACK = 128
 _CHAIN = 64
 # Where a tile's mask or scores are built in memory: its most keys, and its most scores of all heads together (4 MiB).

@@ -333,7 +333,7 @@ def _autocast(tensor: Tensor) -> Tensor:
     # What is no tensor is for the checks to refuse.
     if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64:
         device = tensor.device.type
-        if torch.is_autocast_enabled(device):
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             return tensor.to(torch.get_autocast_dtype(device))
     return tensor
 

@@ -173,12 +173,13 @@ def test_inference_mode() -> None:
         torch.testing.assert_close(tree_attention(q, k, v, plan=plan), expected)
 
 
-def test_autocast_changes_nothing() -> None:
+def test_autocast_casts_as_for_torchs_own_attention() -> None:
     q, k, v, _ = draw()
-    expected = tree_attention(q, k, v, position_ids=POSITIONS)
+    expected = tree_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), position_ids=POSITIONS)
     with torch.autocast("cpu", torch.bfloat16):
-        found = tree_attention(q, k, v, position_ids=POSITIONS)
+        found = tree_attention(q, k.bfloat16(), v, position_ids=POSITIONS)
     assert torch.equal(found, expected)
+    assert torch.autograd.grad(found.sum(), q)[0].dtype == torch.float32
 
 
 def test_a_plan_changed_in_place_is_read_anew() -> None:
