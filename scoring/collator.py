@@ -6,15 +6,19 @@ W: ranks (rows of a micro-batch), S: samples of the fullest row, E: extras of th
 import math
 from collections import defaultdict
 from collections.abc import MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from treepack.scoring.buffers import BlockPool
+from treepack.scoring.progress import GroupProgress
 from treepack.scoring.rows import ROW_FIELDS, RowLayout, ScoredRow, TreeRow
 from treepack.scoring.samples import FILLER_UID, Sample
 from treepack.scoring.scorer import TrainerScorer
+
+if TYPE_CHECKING:
+    from treepack.scoring.recorder import StepRecorder
 
 PAD_UID = -1
 
@@ -33,10 +37,14 @@ class ScoringCollator:
         metrics: sink of the sample and packing metrics, {name: list}; those of TRL's collator. A sample metric that no
             sample of the micro-batch has a number for is left out: one NaN would wipe the logging window's mean.
         token_budget: the planner's budget of a row, 0 without one.
+        progress: told of the groups of each micro-batch as planned, which `StepPlanner` does itself: for other
+            planners.
+        recorder: handed the rows of each micro-batch; give it the step's scores too, see `StepRecorder`.
         scorers: the trainer's scorers, in the order the trainer has them.
 
     Attributes:
-        groups_trained: the `group_id`s of all samples collated so far.
+        groups_trained: the `group_id`s of all samples collated so far, as in TRL. Not what a resume may skip: a
+            dispatcher has the next step collated before this one trains (see `GroupProgress`).
     """
 
     def __init__(
@@ -46,6 +54,8 @@ class ScoringCollator:
         *,
         metrics: MutableMapping[str, list[Any]] | None = None,
         token_budget: int = 0,
+        progress: GroupProgress | None = None,
+        recorder: "StepRecorder | None" = None,
         scorers: Sequence[TrainerScorer] = (),
     ) -> None:
         if num_processes < 1:
@@ -54,6 +64,8 @@ class ScoringCollator:
         self.num_processes = num_processes
         self.metrics = defaultdict(list) if metrics is None else metrics
         self.token_budget = token_budget
+        self.progress = progress
+        self.recorder = recorder
         self.scorers = tuple(scorers)
         self.groups_trained: set[Any] = set()
         self._pool = BlockPool()
@@ -98,7 +110,12 @@ class ScoringCollator:
             batch["scoring"] = _scoring_inputs(rows, layouts, self.scorers)
 
         real = [sample for row in rows for sample in row.samples if sample.get("uid") != FILLER_UID]
-        self.groups_trained.update(sample["group_id"] for sample in real)
+        groups = {sample["group_id"] for sample in real}
+        self.groups_trained.update(groups)
+        if self.progress is not None:
+            self.progress.planned(groups)
+        if self.recorder is not None:
+            self.recorder.collated(rows)
         self._log_samples(real)
         self._log_rows(rows, num_samples)
         return batch

@@ -26,6 +26,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     BAD_INPUT = 2
     NOTHING_TO_SCORE = 3
+    DIFFERENT = 4
     INTERRUPTED = 130
 
 
@@ -33,7 +34,24 @@ class ScorerChoice(StrEnum):
     """--scorer."""
 
     REWARD_MODEL = "reward-model"
+    EBFT = "ebft"
+    LOG_PROB = "log-prob"
     NONE = "none"
+
+
+class ReplayScorerChoice(StrEnum):
+    """--scorer of a replay."""
+
+    REWARD_MODEL = "reward-model"
+    EBFT = "ebft"
+    LOG_PROB = "log-prob"
+
+
+class PlacementChoice(StrEnum):
+    """--placement."""
+
+    LEAST_LOADED = "least_loaded"
+    BALANCED = "balanced"
 
 
 class EstimatorChoice(StrEnum):
@@ -81,11 +99,18 @@ def score(
         ),
     ] = None,
     scorer: Annotated[
-        ScorerChoice, typer.Option(help="The reward computed here; none leaves the rollouts' own.")
+        ScorerChoice,
+        typer.Option(
+            help="The reward computed here: a reward model's; ebft: likeness to the best-rewarded row of the group; "
+            "log-prob: of the completion; none: leave the rollouts' own."
+        ),
     ] = ScorerChoice.REWARD_MODEL,
     ranks: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch, one a rank.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Micro-batches of an optimizer step.")] = 2,
     token_budget: Annotated[int, typer.Option(min=1, help="Tokens of a row, unique and trained each.")] = 8192,
+    placement: Annotated[
+        PlacementChoice, typer.Option(help="How samples are laid on rows.")
+    ] = PlacementChoice.LEAST_LOADED,
     limit_groups: Annotated[
         int | None, typer.Option(min=1, help="Keep the first so many groups.", show_default="all")
     ] = None,
@@ -103,6 +128,7 @@ def score(
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run each sequence alone: speed ratio, largest score difference.")
     ] = False,
+    record: Annotated[bool, typer.Option("--record", help="Keep every step in DIR/record, for a replay.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on stdout.")
     ] = False,
@@ -117,6 +143,10 @@ def score(
       scored.parquet  a line a sample: rewards, advantage, where it trains, or why not
       report.json     the figures of the job, its steps and rows
       tokens.png, rows.png, tree.png
+      record/         under --record, a file a step
+
+    On several processes: torchrun --nproc_per_node 2 --no-python treepack score ... Process p of P scores ranks p,
+    p + P, ...; the files are the same.
 
     Exit codes:
       0    done
@@ -125,30 +155,38 @@ def score(
       3    every group was dropped
       130  interrupted: what was finished is written, and report.json says so
     """
-    with _one_line_errors(show_traceback), make_display() as display:
+    with _one_line_errors(show_traceback), make_display(quiet=_is_helper()) as display:
         display.phase("loading libraries")
         _quiet_libraries()
-        from treepack.scoring.score_job import ScoreOptions, score_rollouts
+        from treepack.scoring.processes import joined_processes
+        from treepack.scoring.score_job import score_rollouts
+        from treepack.scoring.score_options import ScoreOptions
 
-        report = score_rollouts(
-            ScoreOptions(
-                rollouts=rollouts,
-                model=model,
-                scorer=scorer.value,
-                ranks=ranks,
-                steps=steps,
-                token_budget=token_budget,
-                limit_groups=limit_groups,
-                limit_rows=limit_rows,
-                estimator=estimator.value,
-                scale=scale.value,
-                mask_truncated=mask_truncated,
-                seed=seed,
-                compare=compare,
-                out=out,
-            ),
-            display,
-        )
+        with joined_processes() as accelerator:
+            report = score_rollouts(
+                ScoreOptions(
+                    rollouts=rollouts,
+                    model=model,
+                    scorer=scorer.value,
+                    ranks=ranks,
+                    steps=steps,
+                    token_budget=token_budget,
+                    placement=placement.value,
+                    limit_groups=limit_groups,
+                    limit_rows=limit_rows,
+                    estimator=estimator.value,
+                    scale=scale.value,
+                    mask_truncated=mask_truncated,
+                    seed=seed,
+                    compare=compare,
+                    record=record,
+                    out=out,
+                ),
+                display,
+                accelerator,
+            )
+    if _is_helper():
+        return
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
     else:
@@ -160,6 +198,53 @@ def score(
     if not report.steps:
         reasons = ", ".join(f"{reason} {count}" for reason, count in report.not_trained.items())
         _fail(f"every group was dropped, by reason and samples: {reasons}", ExitCode.NOTHING_TO_SCORE)
+
+
+@app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a StepRecorder, or of --record.")],
+    step: Annotated[int | None, typer.Option(min=0, help="The step's number.", show_default="the last one")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Compute the scorer's rewards again with this checkpoint folder or .gguf file.",
+            show_default="rewards as recorded",
+        ),
+    ] = None,
+    scorer: Annotated[
+        ReplayScorerChoice, typer.Option(help="What --model computes.")
+    ] = ReplayScorerChoice.REWARD_MODEL,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights that no file holds.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where an unexpected error came from.")
+    ] = False,
+) -> None:
+    """Plan and score a recorded step again, and show what comes out differently.
+
+    Exit codes:
+      0    all as recorded
+      1    failed while running
+      2    options, a record or a model that cannot be used
+      4    a sample has another place, reward, advantage or reason
+      130  interrupted
+    """
+    with _one_line_errors(show_traceback), make_display() as display:
+        display.phase("loading libraries")
+        _quiet_libraries()
+        from treepack.scoring.replay import replay_step
+
+        display.phase("replaying")
+        report = replay_step(folder, step=step, scorer=scorer.value, model=model, seed=seed)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=1))
+    else:
+        from treepack.scoring.summary import print_replay
+
+        print_replay(report, Console())
+    if report.differences:
+        raise typer.Exit(ExitCode.DIFFERENT)
 
 
 @app.command()
@@ -183,8 +268,14 @@ def doctor(
         _fail("packed attention differs from separate attention on this machine", ExitCode.FAILED)
 
 
+def _is_helper() -> bool:
+    """Whether this is a process of torchrun's other than the first, which alone talks to people."""
+    return os.environ.get("RANK", "0") != "0"
+
+
 def _fail(message: str, code: ExitCode) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
+    where = f"process {os.environ['RANK']}: " if _is_helper() else ""
+    typer.echo(f"error: {where}{message}", err=True)
     raise typer.Exit(code)
 
 

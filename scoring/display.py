@@ -96,7 +96,7 @@ class TimeLeft:
         return f"{seconds // 60} min {seconds % 60} s left" if seconds >= 60 else f"{seconds} s left"
 
 
-def make_display() -> BarDisplay | LineDisplay:
-    """The display that suits stderr."""
-    console = Console(stderr=True)
-    return BarDisplay(console) if console.is_terminal else LineDisplay()
+def make_display(*, quiet: bool = False) -> BarDisplay | LineDisplay:
+    """The display that suits stderr; `quiet` shows nothing."""
+    console = Console(stderr=True, quiet=quiet)
+    return BarDisplay(console) if quiet or console.is_terminal else LineDisplay()

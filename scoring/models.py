@@ -1,43 +1,80 @@
-"""The model that `treepack score` runs: a checkpoint folder, a GGUF file, or a small seeded one made on the spot."""
+"""The models that `treepack score` runs: a checkpoint folder, a GGUF file, or a small seeded one made on the spot."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from treepack.kernels.hf_attention import register_attention
+from treepack.scoring.ebft import EBFTScorer
 from treepack.scoring.errors import ModelError
+from treepack.scoring.log_prob_scorer import LogProbScorer
+from treepack.scoring.packed_scorer import PackedModelScorer
 from treepack.scoring.reward_model import RewardModelScorer
+from treepack.scoring.rows import ScoredRow
+from treepack.scoring.scorer import TrainerScorer
 from treepack.scoring.trainer import ScoringTrainer
 
-SCORER_NAME = "reward_model"
-"""The reward column of `treepack score`'s scorer."""
+ScorerKind = Literal["reward-model", "ebft", "log-prob"]
 
 
-class TimedScorer(RewardModelScorer):
-    """A `RewardModelScorer` that adds up the time of its forwards and tells of each.
+def scorer_name(kind: ScorerKind) -> str:
+    """The reward column of a scorer of `treepack score`."""
+    return kind.replace("-", "_")
+
+
+class TimedScorer(TrainerScorer):
+    """A scorer of packed rows that adds up the time of its forwards and tells of each.
+
+    Args:
+        inner: the scorer that does the work.
 
     Attributes:
         wall_s, cpu_s: seconds of all `features` calls so far.
         on_scored: called after each forward with the number of samples it scored.
     """
 
-    wall_s = 0.0
-    cpu_s = 0.0
-    on_scored: Callable[[int], None] | None = None
+    def __init__(self, inner: PackedModelScorer) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.sharded = inner.sharded
+        self.wall_s = self.cpu_s = 0.0
+        self.on_scored: Callable[[int], None] | None = None
+
+    def prepare(self, trainer: ScoringTrainer) -> None:
+        """See `TrainerScorer.prepare`."""
+        self.inner.prepare(trainer)
+
+    def group_extras(self, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """See `TrainerScorer.group_extras`."""
+        return self.inner.group_extras(samples)
+
+    def collate(
+        self, rows: Sequence[ScoredRow], index: int
+    ) -> tuple[list[dict[str, torch.Tensor]], dict[str, int | float]]:
+        """See `TrainerScorer.collate`."""
+        return self.inner.collate(rows, index)
 
     def features(self, trainer: ScoringTrainer, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RewardModelScorer.features`."""
+        """See `TrainerScorer.features`."""
         wall, cpu = time.perf_counter(), time.process_time()
-        uids, features = super().features(trainer, inputs)
+        uids, features = self.inner.features(trainer, inputs)
         self.wall_s += time.perf_counter() - wall
         self.cpu_s += time.process_time() - cpu
         if self.on_scored is not None:
             self.on_scored(int((uids >= 0).sum()))
         return uids, features
+
+    def group_rewards(
+        self, sample_features: torch.Tensor, extra_features: torch.Tensor
+    ) -> tuple[npt.NDArray[np.float64] | torch.Tensor, dict[str, float]]:
+        """See `TrainerScorer.group_rewards`."""
+        return self.inner.group_rewards(sample_features, extra_features)
 
 
 @dataclass(frozen=True)
@@ -55,11 +92,15 @@ class LoadedScorer:
     notes: tuple[str, ...]
 
 
-def load_scorer(path: Path | None, *, num_tokens: int, longest_row: int, token_budget: int, seed: int) -> LoadedScorer:
-    """Load a reward model from `path`, or make a small seeded one where it is None.
+def load_scorer(
+    kind: ScorerKind, path: Path | None, *, num_tokens: int, longest_row: int, token_budget: int, seed: int
+) -> LoadedScorer:
+    """Load a scorer's model from `path`, or make a small seeded one where it is None.
 
     Args:
-        path: a transformers checkpoint folder or a .gguf file. One without a classification head gets a seeded head.
+        kind: which scorer. "reward-model" wants a classification head with one label, "log-prob" a language model's
+            head, "ebft" none.
+        path: a transformers checkpoint folder or a .gguf file. A head that is missing in it is made and seeded.
         num_tokens: the vocabulary the rollouts need, their largest token + 1.
         longest_row: tokens of the longest row.
         token_budget: unique tokens of one forward.
@@ -73,9 +114,9 @@ def load_scorer(path: Path | None, *, num_tokens: int, longest_row: int, token_b
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if path is None:
-            model, description, notes = _seeded_model(num_tokens, longest_row, seed)
+            model, description, notes = _seeded_model(kind, num_tokens, longest_row, seed)
         else:
-            model, description, notes = _read_model(path, seed)
+            model, description, notes = _read_model(kind, path, seed)
     config = model.config.get_text_config()
     if config.vocab_size < num_tokens:
         raise ModelError(
@@ -85,14 +126,23 @@ def load_scorer(path: Path | None, *, num_tokens: int, longest_row: int, token_b
     if positions is not None and longest_row > positions:
         notes.append(f"the longest row, {longest_row} tokens, exceeds the model's {positions} positions")
     try:
-        scorer = TimedScorer(model.requires_grad_(False), token_budget=token_budget, name=SCORER_NAME)
+        scorer = _scorer(kind, model.requires_grad_(False), token_budget)
     except (NotImplementedError, ValueError) as error:
         raise ModelError(f"{path}: cannot score: {error}") from error
-    return LoadedScorer(scorer, description, tuple(notes))
+    return LoadedScorer(TimedScorer(scorer), description, tuple(notes))
 
 
-def _seeded_model(num_tokens: int, longest_row: int, seed: int) -> tuple[Any, str, list[str]]:
-    from transformers import LlamaConfig, LlamaForSequenceClassification
+def _scorer(kind: ScorerKind, model: Any, token_budget: int) -> PackedModelScorer:
+    name = scorer_name(kind)
+    if kind == "reward-model":
+        return RewardModelScorer(model, token_budget=token_budget, name=name)
+    if kind == "ebft":
+        return EBFTScorer(model, token_budget=token_budget, name=name)
+    return LogProbScorer(model, token_budget=token_budget, name=name)
+
+
+def _seeded_model(kind: ScorerKind, num_tokens: int, longest_row: int, seed: int) -> tuple[Any, str, list[str]]:
+    from transformers import LlamaConfig
 
     config = LlamaConfig(
         vocab_size=num_tokens,
@@ -109,25 +159,33 @@ def _seeded_model(num_tokens: int, longest_row: int, seed: int) -> tuple[Any, st
         num_labels=1,
         attn_implementation="treepack",
     )
-    model = LlamaForSequenceClassification(config)
+    model = _auto_class(kind).from_config(config)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     description = f"llama, 2 layers of 256, {size:.1f} M parameters, random weights (seed {seed})"
     return model, description, ["the model's weights are random: its scores mean nothing"]
 
 
-def _read_model(path: Path, seed: int) -> tuple[Any, str, list[str]]:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+def _auto_class(kind: ScorerKind) -> Any:
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    classes = {"reward-model": AutoModelForSequenceClassification, "ebft": AutoModel, "log-prob": AutoModelForCausalLM}
+    return classes[kind]
+
+
+def _read_model(kind: ScorerKind, path: Path, seed: int) -> tuple[Any, str, list[str]]:
+    from transformers import AutoConfig
 
     folder, gguf = _source(path)
     try:
         config = AutoConfig.from_pretrained(folder, **gguf)
         is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
-        if is_classifier and config.num_labels != 1:
+        one_label = {"num_labels": 1} if kind == "reward-model" else {}
+        if one_label and is_classifier and config.num_labels != 1:
             raise ModelError(f"{path}: a reward model must have 1 label, got {config.num_labels}")
-        model, info = AutoModelForSequenceClassification.from_pretrained(
+        model, info = _auto_class(kind).from_pretrained(
             folder,
             **gguf,
-            num_labels=1,
+            **one_label,
             dtype=torch.float32,
             attn_implementation="treepack",
             output_loading_info=True,

@@ -14,11 +14,14 @@ from torch.utils.data import IterableDataset
 
 from treepack.scoring.balanced import BalancedStep
 from treepack.scoring.open_step import LeastLoadedStep, MicroBatch, OpenStep, StepLimits, longest_first
+from treepack.scoring.progress import GroupProgress
 from treepack.scoring.samples import Sample, check_sample
 from treepack.scoring.scorer import TrainerScorer
 from treepack.scoring.token_cost import DENSE_8B_TOKEN_COST
 
 logger = logging.getLogger(__name__)
+
+Placement = Literal["least_loaded", "balanced"]
 
 _PLACEMENTS: dict[str, type[OpenStep]] = {"least_loaded": LeastLoadedStep, "balanced": BalancedStep}
 
@@ -90,6 +93,8 @@ class StepPlanner(IterableDataset[MicroBatch]):
         groups_per_step: emit a step as soon as it holds this many groups.
         oversize: "drop" or "raise", see above.
         on_dropped: called with a dropped group's samples and the reason, "oversize" or "group_too_large".
+        progress: told of the groups of each emitted step as planned, and of dropped ones. A planned group is not
+            consumed: the trainer calls `progress.trained(scores.groups)` once the optimizer has stepped on it.
 
     Raises:
         ValueError: an argument out of range; while iterating: a malformed sample, or a group whose run is not
@@ -108,11 +113,12 @@ class StepPlanner(IterableDataset[MicroBatch]):
         metrics: MutableMapping[str, list[Any]],
         share_prefixes: bool = True,
         stop_token_ids: Iterable[int] | None = None,
-        placement: Literal["least_loaded", "balanced"] = "least_loaded",
+        placement: Placement = "least_loaded",
         token_cost: float = DENSE_8B_TOKEN_COST,
         groups_per_step: int | None = None,
         oversize: Literal["drop", "raise"] = "drop",
         on_dropped: Callable[[list[Sample], str], None] | None = None,
+        progress: GroupProgress | None = None,
     ) -> None:
         for name, value in (("num_processes", num_processes), ("steps", steps), ("groups_per_step", groups_per_step)):
             if value is not None and value < 1:
@@ -150,6 +156,7 @@ class StepPlanner(IterableDataset[MicroBatch]):
         self.groups_per_step = groups_per_step
         self.oversize = oversize
         self.on_dropped = on_dropped
+        self.progress = progress
 
     def __iter__(self) -> Iterator[MicroBatch]:
         rollout_numbers = count()
@@ -157,7 +164,7 @@ class StepPlanner(IterableDataset[MicroBatch]):
         for group in _whole_groups(self.dataset):
             if group is None:
                 if step.num_samples >= self._limits.num_rows:
-                    yield from step.emit()
+                    yield from self._emit(step)
                     step = self._open_step()
                 continue
             group = self._admit(group, rollout_numbers)
@@ -170,16 +177,21 @@ class StepPlanner(IterableDataset[MicroBatch]):
                     self._drop(group, "group_too_large")
                     continue
                 if step.groups:
-                    yield from step.emit()
+                    yield from self._emit(step)
                 step = following
             if len(step.groups) == self.groups_per_step:
-                yield from step.emit()
+                yield from self._emit(step)
                 step = self._open_step()
         if step.groups:
-            yield from step.emit()
+            yield from self._emit(step)
 
     def _open_step(self) -> OpenStep:
         return self._kind(self._limits, self.scorers, self.metrics)
+
+    def _emit(self, step: OpenStep) -> Iterator[MicroBatch]:
+        if self.progress is not None:
+            self.progress.planned(step.groups)
+        return step.emit()
 
     def _admit(self, group: list[Sample], rollout_numbers: Iterator[int]) -> list[Sample]:
         """Copies of the samples (the caller's dicts stay as they are) with an int rollout_id and truncated set."""
@@ -216,6 +228,8 @@ class StepPlanner(IterableDataset[MicroBatch]):
     def _drop(self, group: list[Sample], reason: str) -> None:
         logger.warning("dropping group %s of %d samples: %s", group[0]["group_id"], len(group), reason)
         self.metrics.setdefault(f"batch/dropped_{reason}_total", []).append(float(len(group)))
+        if self.progress is not None:
+            self.progress.dropped(group[0]["group_id"], reason)
         if self.on_dropped is not None:
             self.on_dropped(group, reason)
 

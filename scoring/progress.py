@@ -133,11 +133,14 @@ class GroupProgress:
     def trained(self, group_ids: Iterable[int]) -> None:
         """The optimizer has stepped on the groups, whether or not their samples had a gradient.
 
+        Args:
+            group_ids: each group once or more, so `StepScores.groups` will do.
+
         Raises:
             ValueError: a group was trained or dropped before.
         """
         with self._lock:
-            for group_id in group_ids:
+            for group_id in sorted({int(group_id) for group_id in group_ids}):
                 self._consume(group_id)
                 self.num_trained += 1
 

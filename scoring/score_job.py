@@ -1,171 +1,133 @@
 """The job of `treepack score`: rollouts -> planned steps -> packed rows -> scores and advantages -> files."""
 
 import json
-import signal
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from treepack.scoring.advantages import Estimator, Scale, combine_rewards
+from treepack.scoring.advantages import combine_rewards
 from treepack.scoring.collator import ScoringCollator
 from treepack.scoring.compare import UnsharedForward
 from treepack.scoring.display import Display
 from treepack.scoring.errors import OptionError
-from treepack.scoring.models import SCORER_NAME, LoadedScorer, load_scorer
+from treepack.scoring.models import LoadedScorer, load_scorer, scorer_name
+from treepack.scoring.phases import PhaseClock, held_interrupts
 from treepack.scoring.planner import StepPlanner
 from treepack.scoring.plots import plot_rows, plot_tokens, plot_tree
+from treepack.scoring.processes import own_ranks
+from treepack.scoring.recorder import RecordSettings, StepRecorder, recorded_steps
+from treepack.scoring.references import with_references
 from treepack.scoring.report import ScoreReport, report_step
 from treepack.scoring.rollout_files import REWARD_PREFIX
 from treepack.scoring.rollouts import Rollouts, bundled_rollouts, read_rollouts
 from treepack.scoring.rows import ScoredRow
 from treepack.scoring.samples import FILLER_UID, Sample
+from treepack.scoring.score_options import (
+    OUTPUTS,
+    RECORD,
+    REPORT,
+    ROWS_PLOT,
+    SCORED,
+    TOKENS_PLOT,
+    TREE_PLOT,
+    ScoreOptions,
+    prepare_folder,
+)
 from treepack.scoring.scored_file import ScoredFile
 from treepack.scoring.step import StepScores, score_step
-from treepack.scoring.trainer import LocalTrainer, ScoringArgs
+from treepack.scoring.trainer import LocalAccelerator, LocalTrainer, ScoringAccelerator, ScoringArgs
 
-PHASES = ("load", "plan", "pack", "forward", "rewards", "compare", "write")
-SCORED, REPORT = "scored.parquet", "report.json"
-TOKENS_PLOT, ROWS_PLOT, TREE_PLOT = "tokens.png", "rows.png", "tree.png"
-OUTPUTS = (SCORED, REPORT, TOKENS_PLOT, ROWS_PLOT, TREE_PLOT)
 PAD_TOKEN_ID = 0  # padding is cut off again before the forward
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoreOptions:
-    """What to score and how.
-
-    Attributes:
-        rollouts: the rollout file; None for the bundled one.
-        model: a checkpoint folder or .gguf file; None for a small seeded model.
-        scorer: "reward-model", or "none" for the rollouts' own rewards alone.
-        ranks: rows of a micro-batch.
-        steps: micro-batches of an optimizer step.
-        token_budget: tokens of a row, unique and trained each.
-        limit_groups, limit_rows: keep so many groups, and rows of each group.
-        estimator, scale: see `group_advantages`.
-        mask_truncated: take samples that did not finish out of the loss.
-        seed: of the seeded weights.
-        compare: also run each sequence alone.
-        out: the folder written to.
-    """
-
-    rollouts: Path | None = None
-    model: Path | None = None
-    scorer: Literal["reward-model", "none"] = "reward-model"
-    ranks: int = 2
-    steps: int = 2
-    token_budget: int = 8192
-    limit_groups: int | None = None
-    limit_rows: int | None = None
-    estimator: Estimator = "grpo"
-    scale: Scale = "group"
-    mask_truncated: bool = False
-    seed: int = 0
-    compare: bool = False
-    out: Path = Path("treepack-score")
-
-    def __post_init__(self) -> None:
-        if self.scorer == "none" and (self.compare or self.model is not None):
-            raise OptionError("--compare and --model need a scorer's model, got --scorer none")
-
-
-def score_rollouts(options: ScoreOptions, display: Display) -> ScoreReport:
-    """Run the job and write scored.parquet, report.json and the plots to `options.out`.
+def score_rollouts(
+    options: ScoreOptions, display: Display, accelerator: ScoringAccelerator | None = None
+) -> ScoreReport:
+    """Run the job and write scored.parquet, report.json, the plots and, if asked to, the record to `options.out`.
 
     A KeyboardInterrupt while steps are scored ends the job early: what was finished is written and the report says
     `interrupted`.
 
+    Args:
+        options: the job.
+        display: told how far it is.
+        accelerator: the processes that share the forwards, this one alone by default. Each plans alike and scores its
+            own ranks (see `own_ranks`); the main one writes.
+
+    Returns:
+        The report, without steps on other processes than the main one.
+
     Raises:
         OptionError, RolloutError, ModelError: the options, the rollouts or the model cannot be used.
     """
-    _prepare_folder(options)
+    accelerator = accelerator or LocalAccelerator()
+    if options.ranks % accelerator.num_processes:
+        raise OptionError(
+            f"--ranks must be a multiple of the {accelerator.num_processes} processes, got {options.ranks}"
+        )
+    prepare_folder(options)
     clock = PhaseClock()
     with clock.phase("load"):
         display.phase("reading rollouts")
         rollouts = read_rollouts(options.rollouts)
         scorer = _load_scorer(options, rollouts, display)
-    job = _ScoreJob(options, rollouts, scorer, clock, display)
-    for name in OUTPUTS:  # an earlier run's; only now, so that a mistake costs nobody theirs
-        (options.out / name).unlink(missing_ok=True)
+    job = _ScoreJob(options, rollouts, scorer, clock, display, accelerator)
+    if not accelerator.is_main_process:
+        job.score_steps(None, None)
+        return job.report
+    _remove_earlier(options.out)  # only now, so that a mistake costs nobody theirs
+    recorder = None
+    if options.record:
+        recorder = StepRecorder(options.out / RECORD, settings=_settings(options), max_steps=None)
     with ScoredFile(
         options.out / SCORED, job.reward_names, string_rollout_ids=rollouts.rollout_id.dtype.kind == "U"
     ) as file:
         try:
-            job.score_steps(file)
+            job.score_steps(file, recorder)
         except KeyboardInterrupt:
             job.report.interrupted = True
     display.phase("writing the report and the plots")
-    with _held_interrupts():
+    with held_interrupts():
         job.write_report()
     return job.report
 
 
-def _prepare_folder(options: ScoreOptions) -> None:
-    """Make the output folder and try that it can be written."""
-    folder = options.out
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OptionError(f"--out {folder}: cannot be written: {error.strerror}") from error
-    if options.rollouts and options.rollouts.resolve() in [(folder / name).resolve() for name in OUTPUTS]:
-        raise OptionError(f"--out {folder}: the job would write over the rollouts, {options.rollouts}")
+def _remove_earlier(folder: Path) -> None:
+    """Remove what an earlier run wrote."""
+    for path in [*(folder / name for name in OUTPUTS), *recorded_steps(folder / RECORD).values()]:
+        path.unlink(missing_ok=True)
 
 
-class PhaseClock:
-    """Wall-clock seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the block's time to phase `name`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - start
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add time that was measured elsewhere."""
-        self.seconds[name] += seconds
-
-
-@contextmanager
-def _held_interrupts() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block, so that what it writes is whole."""
-    held: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if held:
-        raise KeyboardInterrupt
+def _settings(options: ScoreOptions) -> RecordSettings:
+    return RecordSettings(
+        token_budget=options.token_budget,
+        placement=options.placement,
+        estimator=options.estimator,
+        scale=options.scale,
+        mask_truncated_completions=options.mask_truncated,
+    )
 
 
 def _load_scorer(options: ScoreOptions, rollouts: Rollouts, display: Display) -> LoadedScorer | None:
+    if options.scorer in ("none", "ebft") and not rollouts.rewards:
+        raise OptionError(
+            f"the rollouts must have a column 'reward' or 'rewards/<name>' under --scorer {options.scorer}, got none"
+        )
     if options.scorer == "none":
-        if not rollouts.rewards:
-            raise OptionError(
-                "the rollouts must have a column 'reward' or 'rewards/<name>' under --scorer none, got none"
-            )
         return None
-    if SCORER_NAME in rollouts.rewards:
-        raise OptionError(f"the rollouts must not have a column 'rewards/{SCORER_NAME}': it is the scorer's own")
+    name = scorer_name(options.scorer)
+    if name in rollouts.rewards:
+        raise OptionError(f"the rollouts must not have a column 'rewards/{name}': it is the scorer's own")
     display.phase("loading the model" if options.model else "making a small seeded model")
     kept = np.concatenate(rollouts.group_rows(limit_groups=options.limit_groups, limit_rows=options.limit_rows))
     return load_scorer(
+        options.scorer,
         options.model,
         num_tokens=int(rollouts.input_ids.max()) + 1,
         longest_row=int(np.diff(rollouts.offsets)[kept].max()),
@@ -184,6 +146,7 @@ class _ScoreJob:
         loaded: LoadedScorer | None,
         clock: PhaseClock,
         display: Display,
+        accelerator: ScoringAccelerator,
     ):
         self.options = options
         self.rollouts = rollouts
@@ -193,13 +156,14 @@ class _ScoreJob:
         scorers = [self.scorer] if self.scorer else []
         self.reward_names = [*sorted(rollouts.rewards), *(scorer.name for scorer in scorers)]
         self.trainer = LocalTrainer(
-            model=self.scorer.model if self.scorer else torch.nn.Identity(),
+            model=self.scorer.inner.model if self.scorer else torch.nn.Identity(),
             scorers=scorers,
             args=ScoringArgs(
                 advantage_estimator=options.estimator,
                 scale_rewards=options.scale,
                 mask_truncated_completions=options.mask_truncated,
             ),
+            accelerator=accelerator,
         )
         self.unshared: UnsharedForward | None = None
         if self.scorer and options.compare:
@@ -215,30 +179,24 @@ class _ScoreJob:
         )
         self.total = sum(map(len, rollouts.group_rows(**self._limits())))
         self.row_of = {uid: row for row, uid in enumerate(rollouts.uid.tolist())}
-        self.done = self.done_of_step = 0
+        self.done = self.done_of_step = self.steps_scored = 0
         self.dropped: list[tuple[Sample, str]] = []  # since the last written step
         self.largest_group: list[Sample] = []  # the most raw tokens of a group on one row: the drawn tree
 
     def _limits(self) -> dict[str, int | None]:
         return {"limit_groups": self.options.limit_groups, "limit_rows": self.options.limit_rows}
 
-    def score_steps(self, file: ScoredFile) -> None:
-        """Plan, pack and score step after step, each written to `file` before the next begins."""
+    def score_steps(self, file: ScoredFile | None, recorder: StepRecorder | None) -> None:
+        """Plan, pack and score step after step, each written before the next begins, where there is a file."""
         options = self.options
-        planner = StepPlanner(
-            self.rollouts.samples(**self._limits()),
-            num_processes=options.ranks,
-            steps=options.steps,
-            token_budget=options.token_budget,
-            samples_per_row=0,
-            scorers=self.trainer.scorers,
-            metrics={},
-            on_dropped=lambda group, reason: self.dropped.extend((sample, reason) for sample in group),
-        )
         collator = ScoringCollator(
-            PAD_TOKEN_ID, options.ranks, token_budget=options.token_budget, scorers=self.trainer.scorers
+            PAD_TOKEN_ID,
+            options.ranks,
+            token_budget=options.token_budget,
+            recorder=recorder,
+            scorers=self.trainer.scorers,
         )
-        micro_batches = iter(planner)
+        micro_batches = iter(self._planner())
         self.display.phase("planning and scoring")
         self._advance(0)
         while True:
@@ -247,20 +205,41 @@ class _ScoreJob:
             if not step:
                 break
             with self.clock.phase("pack"):
-                batches = [collator([rows]) for rows in step]
-            if self.unshared and not self.report.steps:
+                batches = [own_ranks(collator([rows]), self.trainer.accelerator) for rows in step]
+            if self.unshared and not self.steps_scored:
                 with self.clock.phase("compare"):
-                    self._warm_up(batches[0], step[0][0])
+                    self._warm_up(batches[0], step[0][self.trainer.accelerator.process_index])
             scores = self._score(batches)
+            self.steps_scored += 1
             if self.unshared:
                 with self.clock.phase("compare"):
-                    self._compare(step, scores)
-            with _held_interrupts(), self.clock.phase("write"):
-                self._record(step, scores, file)
+                    self.unshared.add(step, scores)
+                    self.report.compare = self.unshared.report()
+            if file is not None and scores is not None:
+                with held_interrupts(), self.clock.phase("write"):
+                    self._write(step, scores, file)
+                    if recorder is not None:
+                        recorder.write(scores)
             self._advance(0)
-        with _held_interrupts(), self.clock.phase("write"):
-            self._record_dropped(file)
+        if file is not None:
+            with held_interrupts(), self.clock.phase("write"):
+                self._write_dropped(file)
         self._advance(0)
+
+    def _planner(self) -> StepPlanner:
+        options = self.options
+        samples = self.rollouts.samples(**self._limits())
+        return StepPlanner(
+            with_references(samples) if options.scorer == "ebft" else samples,
+            num_processes=options.ranks,
+            steps=options.steps,
+            token_budget=options.token_budget,
+            samples_per_row=0,
+            scorers=self.trainer.scorers,
+            metrics={},
+            placement=options.placement,
+            on_dropped=lambda group, reason: self.dropped.extend((sample, reason) for sample in group),
+        )
 
     def _advance(self, samples: int) -> None:
         """Show that so many more samples of the step at hand are through its longest phase."""
@@ -270,12 +249,11 @@ class _ScoreJob:
     def _warm_up(self, batch: dict[str, Any], row: ScoredRow) -> None:
         assert self.unshared is not None
         inputs = {key: tensor[:1] for key, tensor in batch["scoring"]["scorers"]["0"].items()}
-        self.unshared.warm_up(inputs, row.samples[0]["input_ids"])
+        self.unshared.warm_up(inputs, row)
 
-    def _score(self, batches: list[dict[str, Any]]) -> StepScores:
+    def _score(self, batches: list[dict[str, Any]]) -> StepScores | None:
         start, forward_before = time.perf_counter(), self._forward_s()
         scores = score_step(self.trainer, batches)
-        assert scores is not None, "one process, so it is the main one"
         forward_s = self._forward_s() - forward_before
         self.clock.add("forward", forward_s)
         self.clock.add("rewards", time.perf_counter() - start - forward_s)
@@ -284,13 +262,7 @@ class _ScoreJob:
     def _forward_s(self) -> float:
         return self.scorer.wall_s if self.scorer else 0.0
 
-    def _compare(self, step: Sequence[Sequence[ScoredRow]], scores: StepScores) -> None:
-        assert self.unshared is not None
-        ids = {sample["uid"]: sample["input_ids"] for rows in step for row in rows for sample in row.samples}
-        self.unshared.add([ids[uid] for uid in scores.uids.tolist()], scores.rewards[:, -1])
-        self.report.compare = self.unshared.report()
-
-    def _record(self, step: Sequence[Sequence[ScoredRow]], scores: StepScores, file: ScoredFile) -> None:
+    def _write(self, step: Sequence[Sequence[ScoredRow]], scores: StepScores, file: ScoredFile) -> None:
         number = len(self.report.steps)
         reward = combine_rewards(scores.rewards)
         place = {
@@ -315,13 +287,13 @@ class _ScoreJob:
                 }
             )
         file.write(lines)
-        self._record_dropped(file)
+        self._write_dropped(file)
         self.report.add_step(report_step(number, step), scores, reward)
         self.done += len(lines)
         self.done_of_step = 0
         self._keep_largest_group(step)
 
-    def _record_dropped(self, file: ScoredFile) -> None:
+    def _write_dropped(self, file: ScoredFile) -> None:
         """Write the groups that the planner dropped since the last time."""
         file.write(
             [

@@ -29,6 +29,7 @@ class StepScores:
     Attributes:
         names: the C reward columns: the rollouts' own by sorted name, then the scorers'.
         uids: (B,) int64.
+        groups: (B,) int64, the samples' group ids. Give them to `GroupProgress.trained` after the optimizer step.
         rewards: (B, C) float64, NaN = not applicable.
         advantages: (B,) float64; 0 for a sample without signal.
         trained_tokens: (B,) int64, loss terms left in the step.
@@ -39,6 +40,7 @@ class StepScores:
 
     names: tuple[str, ...]
     uids: Int64
+    groups: Int64
     rewards: Float64
     advantages: Float64
     trained_tokens: Int64
@@ -102,7 +104,7 @@ def score_step(trainer: ScoringTrainer, batches: Sequence[dict[str, Any]]) -> St
         return None
     metrics |= _reward_metrics(names, rewards, reward, table)
     metrics["perf/score_s"] = time.perf_counter() - start
-    return StepScores(names, table.uid, rewards, advantages, trained_tokens, reasons, metrics)
+    return StepScores(names, table.uid, table.group, rewards, advantages, trained_tokens, reasons, metrics)
 
 
 def _take_scoring(batches: Sequence[dict[str, Any]]) -> Scoring:

@@ -6,7 +6,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from treepack.scoring.replay import Outcome, ReplayReport
 from treepack.scoring.report import ScoreReport
+
+SHOWN_DIFFERENCES = 10
 
 
 def print_summary(report: ScoreReport, console: Console, folder: Path) -> None:
@@ -21,6 +24,35 @@ def print_summary(report: ScoreReport, console: Console, folder: Path) -> None:
         console.print(f"note: {note}", markup=False, highlight=False)
     files = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_file()))
     console.print(f"written to {folder}: {files}", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_replay(report: ReplayReport, console: Console) -> None:
+    """Print what a replay found different, the first samples by name."""
+    table = Table(title=f"step {report.step}: replayed", title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("samples", f"{report.samples:,}")
+    table.add_row("moved to another row", f"{report.moved:,}")
+    if report.max_reward_difference is not None:
+        table.add_row("largest reward difference", f"{report.max_reward_difference:.1e}")
+    table.add_row("largest advantage difference", f"{report.max_advantage_difference:.1e}")
+    table.add_row("different samples", f"{len(report.differences):,}")
+    console.print(table)
+    for difference in report.differences[:SHOWN_DIFFERENCES]:
+        was, now = _outcome(difference.recorded), _outcome(difference.replayed)
+        line = f"uid {difference.uid}, group {difference.group_id}: {was} -> {now}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if len(report.differences) > SHOWN_DIFFERENCES:
+        console.print(f"... and {len(report.differences) - SHOWN_DIFFERENCES:,} more (--json has all)")
+
+
+def _outcome(outcome: Outcome) -> str:
+    if outcome.place is None:
+        return "not planned"
+    reward = "" if outcome.reward is None else f", reward {outcome.reward:.6g}"
+    reason = f", {outcome.reason}" if outcome.reason else ""
+    micro_batch, rank = outcome.place
+    return f"micro-batch {micro_batch}, rank {rank}{reward}, advantage {outcome.advantage:.6g}{reason}"
 
 
 def _plan_lines(report: ScoreReport) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from treepack.scoring.planner import StepPlanner, check_step_capacity
     from treepack.scoring.progress import GroupProgress
     from treepack.scoring.queue import GroupedQueue, GroupShrunk
+    from treepack.scoring.recorder import RecordSettings, StepRecorder
     from treepack.scoring.reward_model import RewardModelScorer
     from treepack.scoring.rows import ScoredRow, TreeRow
     from treepack.scoring.scorer import TrainerScorer
@@ -42,6 +43,7 @@ _HOMES = {
     "scoring.planner": ("StepPlanner", "check_step_capacity"),
     "scoring.progress": ("GroupProgress",),
     "scoring.queue": ("GroupShrunk", "GroupedQueue"),
+    "scoring.recorder": ("RecordSettings", "StepRecorder"),
     "scoring.reward_model": ("RewardModelScorer",),
     "scoring.rows": ("ScoredRow", "TreeRow"),
     "scoring.scorer": ("TrainerScorer",),
@@ -57,10 +59,12 @@ __all__ = [
     "GroupShrunk",
     "GroupedQueue",
     "LogProbScorer",
+    "RecordSettings",
     "RewardModelScorer",
     "ScoredRow",
     "ScoringCollator",
     "StepPlanner",
+    "StepRecorder",
     "StepScores",
     "TrainerScorer",
     "TreePlan",

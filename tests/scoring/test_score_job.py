@@ -15,9 +15,11 @@ from support.rollout_files import Row, rollout_rows, write_rollouts
 from treepack import pack_sequences
 from treepack.scoring import score_job
 from treepack.scoring.errors import ModelError, OptionError
+from treepack.scoring.phases import PHASES
 from treepack.scoring.report import ScoreReport
 from treepack.scoring.rollouts import read_rollouts
-from treepack.scoring.score_job import ScoreOptions, score_rollouts
+from treepack.scoring.score_job import score_rollouts
+from treepack.scoring.score_options import ScoreOptions
 
 PICTURES = ("tokens.png", "rows.png", "tree.png")
 
@@ -91,7 +93,7 @@ def test_bundled_rollouts(score, tmp_path):
     assert report.packing_ratio == sum(map(len, (s["input_ids"] for s in samples.values()))) / report.total("tokens")
     assert report.not_trained == Counter(line["reason"] for line in lines if line["reason"])
     assert all((tmp_path / "out" / name).stat().st_size > 10_000 for name in PICTURES)
-    assert set(report.seconds) == set(score_job.PHASES)
+    assert set(report.seconds) == set(PHASES)
     assert all(report.seconds[name] > 0 for name in ("load", "plan", "pack", "forward", "rewards", "write"))
 
 
