@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from treepack._version import __version__
 
 if TYPE_CHECKING:
+    from treepack.kernels.gather import gather_positions
     from treepack.kernels.hf_attention import register_attention
     from treepack.kernels.ops import tree_attention
     from treepack.kernels.plan import TreePlan
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from treepack.scoring.token_cost import token_cost
 
 _HOMES = {
+    "kernels.gather": ("gather_positions",),
     "kernels.hf_attention": ("register_attention",),
     "kernels.ops": ("tree_attention",),
     "kernels.plan": ("TreePlan",),
@@ -74,6 +76,7 @@ __all__ = [
     "check_tree_support",
     "chunk_inputs",
     "chunk_sequences",
+    "gather_positions",
     "group_advantages",
     "pack_sequences",
     "register_attention",
