@@ -11,24 +11,38 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from treepack.scoring.forest import PrefixForest, Tokens
+from treepack.scoring.forest import INT32_MAX, PrefixForest, Tokens
 
 TokenSequence = ArrayLike | torch.Tensor
 Tensors = dict[str, torch.Tensor]
+
+_SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
+_UNSIGNED = (torch.uint64, torch.uint32, torch.uint16, torch.uint8)
 
 CHUNK_KEY = re.compile(r"c(\d+)_(.+)")
 
 
 def pack_sequences(
-    sequences: Sequence[TokenSequence] | torch.Tensor, share_prefixes: bool = True, *, kv_index: bool = True
+    sequences: Sequence[TokenSequence] | torch.Tensor,
+    share_prefixes: bool = True,
+    *,
+    kv_index: bool = True,
+    capacity: int | None = None,
 ) -> Tensors:
     """Tree-pack token sequences into one row, as `TreeRow.pack` would.
 
+    Sequences on a GPU are packed there: one small tensor is read from it, the row's sizes, or none with a `capacity`.
+
     Args:
-        sequences: B lists, numpy arrays or CPU tensors of token ids, (n,) integers >= 0 with n > 0 each.
+        sequences: B lists, numpy arrays or CPU tensors of token ids, (n,) integers >= 0 with n > 0 each; or B tensors
+            on one GPU.
         share_prefixes: False packs each sequence as a chain of its own.
         kv_index: False leaves `tree_kv_index` empty. Its length is the sum of all root paths, and treepack's attention
             does not read it; TRL's does.
+        capacity: only on a GPU and without `kv_index`: tokens to allocate for the row, so that nothing need be read.
+            `input_ids` and `position_ids` are then (capacity,), zeros past the row's end, and the `tree_cu_seqlens` are
+            (2 B + 1,), their last bound repeated. A row that does not fit has `sizes[0] > capacity`, and
+            `unpack_sequences` refuses it; the sum of all lengths always suffices. Negative tokens go unnoticed.
 
     Returns:
         - `input_ids`, `position_ids` (N,) int64: the unique tokens and their depths (0-based).
@@ -39,14 +53,20 @@ def pack_sequences(
           padded copy can be cut back (`unpack_sequences`).
         - `tree_max_seqlens` (2,) int64: the longest segment, the longest path.
 
+        All on the sequences' device.
+
     Raises:
-        ValueError: no sequences; one that is empty, not one-dimensional or has a negative token; more than 2^31 - 1
-            packed tokens.
+        ValueError: no sequences; one that is empty, not one-dimensional or has a negative token; sequences on several
+            devices; more than 2^31 - 1 packed tokens; a `capacity` that is out of range or not for these arguments.
         TypeError: a sequence that does not hold integers.
-        NotImplementedError: a tensor that is not on the CPU.
+        NotImplementedError: a tensor that is neither on the CPU nor on a CUDA or ROCm GPU.
 
     Source: `core.trainers.async_grpo.scoring.pack_sequences` (axolotl).
     """
+    if len(sequences) and isinstance(sequences[0], torch.Tensor) and sequences[0].is_cuda:
+        return _pack_on_gpu(sequences, share_prefixes, kv_index, capacity)
+    if capacity is not None:
+        raise ValueError(f"capacity must be None for sequences that are not on a GPU, got {capacity}")
     arrays = _token_arrays(sequences)
     layout = _forest(arrays, share_prefixes).layout()
     num_tokens, num_keys = layout.cu_seqlens_q[-1], layout.cu_seqlens_k[-1] if kv_index else 0
@@ -86,14 +106,23 @@ def unpack_sequences(inputs: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any]
         `tree_max_seqlen_k` (int), and `use_cache=False`. `positions` (P,) and `offsets` (B + 1,) as in
         `pack_sequences`.
 
+    All are views. One small tensor is read from the inputs' device.
+
     Raises:
-        ValueError: a tensor that holds more than one row.
+        ValueError: a tensor that holds more than one row; a row that did not fit its `capacity`.
 
     Source: `core.trainers.async_grpo.scoring.unpack_sequences` (axolotl).
     """
     flat = {name: _only_row(name, tensor) for name, tensor in inputs.items()}
-    num_tokens, num_keys, num_bounds, num_offsets = flat["sizes"].tolist()
-    max_seqlen_q, max_seqlen_k = flat["tree_max_seqlens"].tolist()
+    last_offset = flat["offsets"].take(flat["sizes"][3:] - 1)
+    (num_tokens, num_keys, num_bounds, num_offsets, max_seqlen_q, max_seqlen_k, num_positions) = torch.cat(
+        [flat["sizes"], flat["tree_max_seqlens"], last_offset]
+    ).tolist()
+    if num_tokens > len(flat["input_ids"]):
+        raise ValueError(
+            f"inputs must hold all {num_tokens} tokens of the row, got {len(flat['input_ids'])} (pack_sequences with a "
+            "larger capacity)"
+        )
     model_inputs: dict[str, Any] = {
         "input_ids": flat["input_ids"][None, :num_tokens],
         "position_ids": flat["position_ids"][None, :num_tokens],
@@ -105,8 +134,7 @@ def unpack_sequences(inputs: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any]
     }
     if num_keys:
         model_inputs["tree_kv_index"] = flat["tree_kv_index"][:num_keys]
-    offsets = flat["offsets"][:num_offsets]
-    return model_inputs, flat["positions"][: int(offsets[-1])], offsets
+    return model_inputs, flat["positions"][:num_positions], flat["offsets"][:num_offsets]
 
 
 def chunk_sequences(
@@ -168,6 +196,39 @@ def chunk_inputs(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     if sorted(chunks) != list(range(len(chunks))):
         raise ValueError(f"inputs must have chunks numbered from 0 without gaps, got {sorted(chunks)}")
     return [chunks[j] for j in range(len(chunks))]
+
+
+def _pack_on_gpu(
+    sequences: Sequence[TokenSequence] | torch.Tensor, share_prefixes: bool, kv_index: bool, capacity: int | None
+) -> Tensors:
+    from treepack.kernels.pack import pack_tokens  # Triton takes seconds to load, and only a GPU needs it.
+
+    if capacity is not None and not 1 <= capacity <= INT32_MAX:
+        raise ValueError(f"capacity must be in 1..{INT32_MAX}, got {capacity}")
+    if capacity is not None and kv_index:
+        raise ValueError(f"kv_index must be False with a capacity, got True and {capacity}")
+    tensors = [_token_tensor(sequence, sequences[0], index) for index, sequence in enumerate(sequences)]
+    return pack_tokens(
+        torch.cat([tensor.long() for tensor in tensors]),
+        [len(tensor) for tensor in tensors],
+        share_prefixes=share_prefixes,
+        kv_index=kv_index,
+        capacity=capacity,
+    )
+
+
+def _token_tensor(sequence: Any, first: Any, index: int) -> torch.Tensor:
+    name = f"sequences[{index}]"
+    if not isinstance(sequence, torch.Tensor) or sequence.device != first.device:
+        got = f"one on {sequence.device}" if isinstance(sequence, torch.Tensor) else type(sequence).__name__
+        raise ValueError(f"{name} must be a tensor on {first.device} like the first, got {got}")
+    if sequence.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {tuple(sequence.shape)}")
+    if not len(sequence):
+        raise ValueError(f"{name} must not be empty")
+    if sequence.dtype not in (*_SIGNED, *_UNSIGNED):
+        raise TypeError(f"{name} must hold integers, got {sequence.dtype}")
+    return sequence
 
 
 def _forest(sequences: list[Tokens], share_prefixes: bool) -> PrefixForest:

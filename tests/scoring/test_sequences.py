@@ -11,6 +11,7 @@ from support.models import tiny_model
 from support.tries import make_sample, tries
 from treepack import chunk_inputs, chunk_sequences, pack_sequences, register_attention, unpack_sequences
 from treepack.scoring import forest
+from treepack.scoring.sequences import _pack_on_gpu
 
 SHARED_KEYS = (
     "input_ids",
@@ -194,6 +195,44 @@ def test_chunk_inputs_refuse(keys, message):
 def test_bad_sequences(use, bad, error, message):
     with pytest.raises(error, match=message):
         use([[1, 2], bad])
+
+
+def test_a_capacity_is_for_a_gpu():
+    with pytest.raises(ValueError, match="capacity must be None for sequences that are not on a GPU, got 9"):
+        pack_sequences([[1, 2]], kv_index=False, capacity=9)
+
+
+@pytest.mark.parametrize(
+    ("second", "error", "message"),
+    [
+        ([3], ValueError, r"sequences\[1\] must be a tensor on cpu like the first, got list"),
+        (
+            torch.zeros(1, device="meta"),
+            ValueError,
+            r"sequences\[1\] must be .* on cpu like the first, got one on meta",
+        ),
+        (torch.zeros(1, 2).long(), ValueError, r"sequences\[1\] must be one-dimensional, got shape \(1, 2\)"),
+        (torch.zeros(0).long(), ValueError, r"sequences\[1\] must not be empty"),
+        (torch.zeros(2), TypeError, r"sequences\[1\] must hold integers, got torch.float32"),
+        (torch.zeros(2).bool(), TypeError, r"sequences\[1\] must hold integers, got torch.bool"),
+    ],
+)
+def test_bad_sequences_on_a_gpu(second, error, message):
+    with pytest.raises(error, match=message):
+        _pack_on_gpu([torch.tensor([1, 2]), second], True, True, None)
+
+
+@pytest.mark.parametrize(
+    ("kv_index", "capacity", "message"),
+    [
+        (False, 0, r"capacity must be in 1\.\.2147483647, got 0"),
+        (False, 2**31, r"capacity must be in 1\.\.2147483647, got 2147483648"),
+        (True, 4, "kv_index must be False with a capacity, got True and 4"),
+    ],
+)
+def test_capacities_that_cannot_be(kv_index, capacity, message):
+    with pytest.raises(ValueError, match=message):
+        _pack_on_gpu([torch.tensor([1, 2])], True, kv_index, capacity)
 
 
 def test_no_sequences():
