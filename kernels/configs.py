@@ -117,7 +117,8 @@ def attention_config(
         dtype: float16, bfloat16 or float32.
         group: query heads per kv head.
         device: the device's architecture and limit.
-        allow_tf32: float32 products may run as three tf32 ones (about 2^-22 relative); otherwise they are IEEE's.
+        allow_tf32: float32 products may run as three tf32 ones (about 2^-22 relative) where the device can; otherwise
+            they are IEEE's.
 
     Returns:
         The configuration.
@@ -133,16 +134,16 @@ def attention_config(
         raise TypeError(f"dtype must be float16, bfloat16 or float32 for the Triton kernels, got {dtype}")
     family = _family(device)
     width = max(sum(split_columns(head_dim)), sum(split_columns(value_dim)))
-    table = _FLOAT32_TILES if dtype == torch.float32 else _TILES
-    forward, query_grad, key_grad = next(tiles for limit, tiles in table[family].items() if width <= limit)
+    table = _FLOAT32_TILES if dtype == torch.float32 else _TILES[family]
+    forward, query_grad, key_grad = next(tiles for limit, tiles in table.items() if width <= limit)
     chunks = -(-group // _MAX_PACK)
     return AttentionConfig(
         group=group,
         pack=-(-group // chunks),
         head_dim=head_dim,
         value_dim=value_dim,
-        # AMD has no tf32x3.
-        precision="tf32x3" if allow_tf32 and family != "cdna" else "ieee",
+        # AMD has no tf32x3, and beyond 128 columns its three-part operands do not fit the registers.
+        precision="tf32x3" if allow_tf32 and family != "cdna" and width <= 128 else "ieee",
         forward=forward,
         query_grad=query_grad,
         key_grad=key_grad,
@@ -187,8 +188,8 @@ _Table = dict[_Family, dict[int, tuple[Tile, Tile, Tile]]]
 _TILES: _Table = {
     "blackwell": {
         64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
-        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 3)),
-        256: (Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), Tile(32, 64, 8, 2)),
+        128: (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(32, 128, 8, 3)),
+        256: (Tile(128, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
     },
     "hopper": {
         64: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
@@ -198,12 +199,14 @@ _TILES: _Table = {
     "ampere": {
         64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
         128: (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
-        256: (Tile(64, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+        # Two column blocks take more registers than one of 256.
+        192: (Tile(64, 32, 8, 3), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
+        256: (Tile(64, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     },
     "consumer": {
         64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
         128: (Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
-        256: (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 2)),
+        256: (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
     },
     "cdna": {
         64: (Tile(128, 32, 4, 1), Tile(128, 64, 4, 1), Tile(64, 128, 4, 1)),
@@ -212,21 +215,9 @@ _TILES: _Table = {
     },
 }
 
-# float32 rows are twice as wide, and IEEE products run outside of the tensor cores.
-_LARGE_FLOAT32_TILES = {
-    128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-    256: (Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-}
-_FLOAT32_TILES: _Table = {
-    "blackwell": _LARGE_FLOAT32_TILES,
-    "hopper": _LARGE_FLOAT32_TILES,
-    "ampere": _LARGE_FLOAT32_TILES,
-    "consumer": {
-        128: (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-        256: (Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
-    },
-    "cdna": {
-        128: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
-        256: (Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
-    },
+# IEEE products keep a tile's rows and columns of operands in registers, so float32 tiles are small everywhere.
+_FLOAT32_TILES = {
+    64: (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    128: (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
