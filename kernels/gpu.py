@@ -63,7 +63,7 @@ def attention_forward(
     lse = q_NHD.new_empty(heads, num_tokens, dtype=torch.float32)
     if num_tokens == 0:
         return out, lse
-    q, k, v = (_with_unit_stride(tensor) for tensor in (q_NHD, k_NKD, v_NKV))
+    q, k, v = (_addressable(tensor) for tensor in (q_NHD, k_NKD, v_NKV))
     schedule = _schedule(plan, config, config.forward, window)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         forward_kernel[_query_grid(schedule, config, kv_heads)](
@@ -135,8 +135,8 @@ def attention_backward(
     num_tokens, kv_heads, _ = k_NKD.shape
     if num_tokens == 0:
         return dq, dk, dv, None if sinks_H is None else torch.zeros_like(sinks_H)
-    q, k, v = (_with_unit_stride(tensor) for tensor in (q_NHD, k_NKD, v_NKV))
-    grad_out = torch.zeros_like(out_NHV) if grad_out_NHV is None else _with_unit_stride(grad_out_NHV)
+    q, k, v = (_addressable(tensor) for tensor in (q_NHD, k_NKD, v_NKV))
+    grad_out = torch.zeros_like(out_NHV) if grad_out_NHV is None else _addressable(grad_out_NHV)
     schedule = _schedule(plan, config, config.query_grad, window)
     scalars = (num_tokens, 0 if window is None else window, scale, *_score_scales(scale, softcap))
     constants = {"HAS_WINDOW": window is not None, "HAS_SOFTCAP": softcap is not None, **config.constants}
@@ -194,7 +194,7 @@ def _prepare(
     """What the scores' gradients subtract, (H, N) twice, and the gradient of the sinks."""
     num_tokens, heads, value_dim = out_NHV.shape
     blocks = triton.cdiv(num_tokens, _PREPARE_TOKENS)
-    out, lse = _with_unit_stride(out_NHV), lse_HN.contiguous()
+    out, lse = _addressable(out_NHV), lse_HN.contiguous()
     norm, delta = torch.empty_like(lse), torch.empty_like(lse)
     sink_sums = lse.new_empty(heads, 0 if sinks_H is None else blocks)
     prepare_kernel[(blocks, heads)](
@@ -251,6 +251,9 @@ def _score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     return scale / softcap, softcap * LOG2_E.value
 
 
-def _with_unit_stride(tensor: Tensor) -> Tensor:
-    """The tensor itself where its columns are adjacent, a copy where not."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _addressable(tensor: Tensor) -> Tensor:
+    """The tensor itself where a kernel can walk it, a copy where not.
+
+    Columns must be adjacent, and offsets within a tile of 128 tokens have 32 bits; those of tiles have 64.
+    """
+    return tensor if tensor.stride(-1) == 1 and tensor.stride(0) < 2**24 else tensor.contiguous()

@@ -48,21 +48,16 @@ def far_apart(tensor: torch.Tensor, token_stride: int) -> torch.Tensor:
     return view.copy_(tensor)
 
 
-def test_offsets_beyond_two_to_the_31_elements() -> None:
-    num_tokens, stride = 33, 2**27
-    inputs = make_inputs(num_tokens, dtype=torch.float16, lse=False)
-    assert (num_tokens - 1) * stride > 2**31
-    with torch.no_grad():
-        distant = Inputs(
-            q=far_apart(inputs.q, stride).requires_grad_(),
-            k=far_apart(inputs.k, stride).requires_grad_(),
-            v=far_apart(inputs.v, stride).requires_grad_(),
-            sinks=None,
-            grad_out=far_apart(inputs.grad_out, stride),
-            grad_lse=None,
-        )
-    plan = TreePlan.from_position_ids(positions_of(group(20, [6, 7])))
-    attend = partial(triton_attention, plan=plan, config=small_config(inputs, **TILES))
+@pytest.mark.parametrize(("prompt", "token_stride"), [(200, 2**23), (50, 2**24)], ids=["walked", "copied"])
+def test_offsets_of_more_than_31_bits(prompt: int, token_stride: int) -> None:
+    plan = TreePlan.from_position_ids(positions_of(group(prompt, [33, 47])))
+    inputs = make_inputs(plan.num_tokens, heads=(1, 1), dtype=torch.float16, lse=False)
+    assert (plan.num_tokens - 1) * token_stride >= 2**31
+    tensors = {name: far_apart(t.detach(), token_stride) for name, t in vars(inputs).items() if t is not None}
+    leaves = {name: t.requires_grad_(name != "grad_out") for name, t in tensors.items()}
+    distant = Inputs(**leaves, sinks=None, grad_lse=None)
+    config = small_config(inputs, forward=(128, 64), query_grad=(128, 64), key_grad=(64, 128))
+    attend = partial(triton_attention, plan=plan, config=config)
     near, far = run(attend, inputs), run(attend, distant)
     assert all(torch.equal(near[name], far[name]) for name in near)
 
