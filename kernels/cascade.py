@@ -12,7 +12,7 @@ Legend: K kv heads, G query heads per kv head, N tokens, R queries of a tile, L 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,16 +38,20 @@ class Tile:
     masked: bool
 
 
-class Primitive(Protocol):
-    """A dense attention over the pairs of one tile."""
+TileT = TypeVar("TileT", bound=Tile)
+TileT_contra = TypeVar("TileT_contra", bound=Tile, contravariant=True)
 
-    def forward(self, tile: Tile, q_KGRD: Tensor, k_KLD: Tensor, v_KLV: Tensor) -> tuple[Tensor, Tensor]:
+
+class Primitive(Protocol[TileT_contra]):
+    """A dense attention over the pairs of one tile; some primitives need tiles that say more."""
+
+    def forward(self, tile: TileT_contra, q_KGRD: Tensor, k_KLD: Tensor, v_KLV: Tensor) -> tuple[Tensor, Tensor]:
         """Return (out (K, G, R, V), LSE (K, G, R)), natural log; a query without a key has out 0 and LSE -inf."""
         ...
 
     def backward(
         self,
-        tile: Tile,
+        tile: TileT_contra,
         grad_out_KGRV: Tensor,
         q_KGRD: Tensor,
         k_KLD: Tensor,
@@ -60,15 +64,15 @@ class Primitive(Protocol):
 
 
 def cascade_forward(
-    primitive: Primitive,
-    tiles: Sequence[Tile],
+    primitive: Primitive[TileT],
+    tiles: Sequence[TileT],
     q_KGND: Tensor,
     k_KND: Tensor,
     v_KNV: Tensor,
     out_KGNV: Tensor,
 ) -> Tensor:
-    """Attend tile by tile into `out_KGNV`, a (K, G, N, V) view of any strides; returns the LSE (K, G, N)."""
-    lse_KGN = q_KGND.new_empty(q_KGND.shape[:3])
+    """Attend tile by tile into `out_KGNV`, a (K, G, N, V) view of any strides; return the LSE (K, G, N) likewise."""
+    lse_KGN = out_KGNV.new_empty(out_KGNV.shape[:3])
     for tile in tiles:
         queries, keys = tile.queries, tile.keys
         out, lse = primitive.forward(tile, q_KGND[:, :, queries], k_KND[:, keys], v_KNV[:, keys])
@@ -86,8 +90,8 @@ def cascade_forward(
 
 
 def cascade_backward(
-    primitive: Primitive,
-    tiles: Sequence[Tile],
+    primitive: Primitive[TileT],
+    tiles: Sequence[TileT],
     grad_out_KGNV: Tensor,
     q_KGND: Tensor,
     k_KND: Tensor,

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from treepack.kernels.configs import MAX_HEAD_DIM
+from treepack.kernels.flash_ops import check_flash
 
-Backend = Literal["triton", "cpu", "flash", "reference"]
+Backend = Literal["triton", "cpu", "flash", "fa4", "reference"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def choose_backend(backend: Backend | None, q: Tensor, v: Tensor) -> Backend:
-    """The backend to run: the named one, or that of q's device; it takes these tensors, or this raises."""
+def choose_backend(
+    backend: Backend | None, q: Tensor, v: Tensor, *, softcap: float | None, deterministic: bool
+) -> Backend:
+    """The backend to run: the named one, or that of q's device; it takes these tensors and options, or this raises."""
     if backend is not None and backend not in get_args(Backend):
         raise ValueError(f"backend must be None or one of {', '.join(get_args(Backend))}, got {backend!r}")
     on_cpu = q.device.type == "cpu"
@@ -26,8 +29,8 @@ def choose_backend(backend: Backend | None, q: Tensor, v: Tensor) -> Backend:
         raise ValueError(f"backend 'cpu' must get tensors on a CPU, got {q.device}")
     if chosen == "triton":
         _check_triton(q, v)
-    if chosen == "flash":
-        raise NotImplementedError("backend must be 'triton', 'cpu' or 'reference' in this version, got 'flash'")
+    if chosen in ("flash", "fa4"):
+        check_flash(chosen, q, v, softcap=softcap, deterministic=deterministic)
     return chosen
 
 

@@ -231,7 +231,7 @@ class _TileMask:
         return visible
 
 
-def _primitive(plan: TreePlan, options: Options) -> Primitive:
+def _primitive(plan: TreePlan, options: Options) -> Primitive[Tile]:
     mask = _TileMask(plan, options.window)
     if options.softcap is None:
         return _SdpaPrimitive(mask, options.scale)

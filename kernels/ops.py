@@ -13,6 +13,7 @@ from torch import Tensor
 
 from treepack.kernels import cpu
 from treepack.kernels.checks import Backend, check_inputs, check_options, choose_backend
+from treepack.kernels.flash_ops import flash_attention
 from treepack.kernels.plan import TreePlan
 from treepack.kernels.reference import reference_attention
 
@@ -86,11 +87,15 @@ def tree_attention(
             depth[j] < sliding_window), whatever lies between them in the row.
         softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2.
         sinks: (H,) attention sinks, one logit a head that only joins the softmax's denominator, as in gpt-oss.
-        deterministic: results and gradients repeat bit for bit. The triton, cpu and reference backends always do, at no
-            cost, so it changes nothing there.
+        deterministic: results and gradients repeat bit for bit. "triton", "cpu" and "reference" always do, at no cost,
+            so it changes nothing there; "flash" does only under `torch.use_deterministic_algorithms(True)` and raises
+            otherwise; "fa4" takes the backward of "triton".
         return_lse: also return the log-sum-exp of the scores.
         backend: "triton" (a GPU), "cpu" or "reference" (dense float64, any device); None picks by q's device. A named
-            backend runs or raises; nothing falls back silently.
+            backend runs or raises; nothing falls back silently. Two more are unverified, since no GPU has run them yet:
+            "flash", by levels over torch's FlashAttention or the flash-attn package, and "fa4", FlashAttention 4 on
+            Hopper (the flash-attn-4 package; head dims 64, 128, 256). Both take half precision only and give no
+            gradient through lse; "flash" has a softcap only with the flash-attn package.
 
     Returns:
         out (N, H, V) in q's dtype; with `return_lse` also lse (H, N), natural log, without the sinks, float32
@@ -104,7 +109,7 @@ def tree_attention(
     q, k, v = (_autocast(tensor) for tensor in (q, k, v))
     check_inputs(q, k, v)
     check_options(q, scale, sliding_window, softcap, sinks)
-    chosen = choose_backend(backend, q, v)
+    chosen = choose_backend(backend, q, v, softcap=softcap, deterministic=deterministic)
     subtree_end, depth = _plan_tensors(position_ids, plan, q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if chosen == "reference":
@@ -119,6 +124,10 @@ def tree_attention(
             sinks=sinks,
         )
         out, lse = out.to(q.dtype), lse.to(_lse_dtype(q))
+    elif chosen in ("flash", "fa4"):
+        out, lse = flash_attention(
+            q, k, v, sinks, subtree_end, depth, scale, sliding_window, softcap, deterministic, chosen
+        )
     else:
         # A custom op's own autograd fails under torch.func transforms, an autograd.Function's trips torch.compile.
         attend = _attention if torch.compiler.is_compiling() else _Attention.apply

@@ -224,7 +224,7 @@ Q, K = torch.zeros(N, 4, 16), torch.zeros(N, 2, 16)
         ({"sinks": torch.zeros(2)}, ValueError, r"one logit for each of q's 4 heads, got \(2,\)"),
         ({"sinks": torch.zeros(4, dtype=torch.int64)}, TypeError, "sinks must be a tensor of .* got torch.int64"),
         ({"sinks": [0.0] * 4}, TypeError, "sinks must be a tensor of .* got list"),
-        ({"backend": "cuda"}, ValueError, "backend must be None or one of triton, cpu, flash, reference, got 'cuda'"),
+        ({"backend": "cuda"}, ValueError, "backend must be None or one of triton, cpu, flash, fa4, reference, got"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -246,7 +246,7 @@ def test_other_devices_are_refused_or_named() -> None:
         tree_attention(q, k, v, position_ids=POSITIONS.to("meta"))
 
 
-@pytest.mark.parametrize("backend", ["triton", "flash"])
+@pytest.mark.parametrize("backend", ["triton", "flash", "fa4"])
 def test_a_named_backend_that_cannot_run_does_not_fall_back(backend: Any) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=f"backend .*'{backend}'"):
         tree_attention(Q, K, K, position_ids=POSITIONS, backend=backend)
