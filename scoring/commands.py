@@ -250,13 +250,24 @@ def replay(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on stdout.")] = False,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help='Instead, count the work of a forest such as "1024+12x256" (a prompt and twelve completions), '
+            '"16x64+4x48" or "512+4x256+4x128,700", by method, and say which one would be taken.'
+        ),
+    ] = None,
 ) -> None:
     """Show versions, devices and attention backends, and check packed against separate attention on this machine.
 
     Exit codes:
       0    all well
       1    the check failed
+      2    the shape cannot be read
     """
+    if shape is not None:
+        _count_shape(shape, as_json)
+        return
     from treepack.scoring.doctor import examine, print_findings
 
     findings = examine()
@@ -266,6 +277,19 @@ def doctor(
         print_findings(findings, Console())
     if not findings.ok:
         _fail("packed attention differs from separate attention on this machine", ExitCode.FAILED)
+
+
+def _count_shape(shape: str, as_json: bool) -> None:
+    from treepack.scoring.shape import examine_shape, print_shape
+
+    try:
+        findings = examine_shape(shape)
+    except InputError as error:
+        _fail(str(error), ExitCode.BAD_INPUT)
+    if as_json:
+        typer.echo(json.dumps(findings.to_dict(), indent=1))
+    else:
+        print_shape(findings, Console())
 
 
 def _is_helper() -> bool:

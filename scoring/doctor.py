@@ -22,6 +22,8 @@ from treepack.kernels.ops import tree_attention
 from treepack.scoring.sequences import pack_sequences
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "trl", "accelerate", "flash-attn", "flash-attn-4", "gguf")
+DEFAULT_BACKENDS = {"CPU": "cpu", "GPU": "triton"}
+"""`tree_attention`'s choice where no backend is named."""
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 TOLERANCE = 2e-5
 """Largest accepted difference between packed and separate attention in float32, relative to the largest value."""
@@ -89,7 +91,7 @@ def _version(package: str) -> str | None:
 def _examine_device(device: torch.device) -> DeviceFinding:
     on_cpu = device.type == "cpu"
     name = f"{platform.machine()}, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name(device)
-    backend = "cpu" if on_cpu else "triton"  # `tree_attention`'s choice where none is named
+    backend = DEFAULT_BACKENDS["CPU" if on_cpu else "GPU"]
     try:
         differences = packed_differences(device)
     except NotImplementedError as error:

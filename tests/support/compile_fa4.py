@@ -1,7 +1,7 @@
 """Compile FlashAttention 4 with our mask and lists for sm_90a, on fake tensors: no GPU is needed.
 
 Run as a script, since the environment decides the target before anything is imported:
-`python compile_fa4.py HEAD_DIM WINDOW SOFTCAP`, 0 for none.
+`python -P compile_fa4.py HEAD_DIM WINDOW SOFTCAP`, 0 for none.
 """
 
 import os
