@@ -14,6 +14,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TILE = 4096
 _MAX_BLOCK_H = 512
 
+# Fusion is pinned since Triton's default differs between versions, and it warns.
+_OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": True}
+
 
 def gather_positions(hidden: Tensor, positions: Tensor) -> Tensor:
     """Lay the rows of a packed tensor out sequence by sequence: `hidden[positions]`.
@@ -72,6 +75,7 @@ def _gather_on_gpu(hidden_NH: Tensor, positions_P: Tensor) -> Tensor:
                 COLUMNS=columns,
                 BLOCK_P=block_p,
                 BLOCK_H=block_h,
+                **_OPTIONS,
             )
     return out
 
@@ -112,6 +116,7 @@ def _gather_backward_on_gpu(grad_PH: Tensor, positions_P: Tensor, num_rows: int)
                 BLOCK_U=_TILE // block_h,
                 BLOCK_H=block_h,
                 SUM_DTYPE=tl.float64 if grad.dtype == torch.float64 else tl.float32,
+                **_OPTIONS,
             )
     return out
 

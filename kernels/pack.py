@@ -8,6 +8,7 @@ Legend: B sequences, P tokens of all sequences, N unique tokens, S segments, K k
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from treepack.kernels.pack_kernels import (
 )
 
 INT32_MAX = 2**31 - 1
+
+# Fusion is pinned since Triton's default differs between versions, and it warns.
+_OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
@@ -141,9 +145,9 @@ def _lay_out(tokens: Tensor, offsets: Tensor, *, share_prefixes: bool, tile: Pac
     totals = shared.new_zeros(4)
     with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
         if share_prefixes:
-            match_kernel[grid](tokens, offsets, shared, parent, BLOCK_B=tile.sequences, BLOCK_T=tile.tokens)
-        size_kernel[block_grid](offsets, shared, parent, size, num_sequences, BLOCK_B=tile.sequences)
-        branch_kernel[grid](offsets, shared, parent, size, step, cut, num_sequences, BLOCK_B=tile.sequences)
+            match_kernel[grid](tokens, offsets, shared, parent, BLOCK_B=tile.sequences, BLOCK_T=tile.tokens, **_OPTIONS)
+        size_kernel[block_grid](offsets, shared, parent, size, num_sequences, BLOCK_B=tile.sequences, **_OPTIONS)
+        branch_kernel[grid](offsets, shared, parent, size, step, cut, num_sequences, BLOCK_B=tile.sequences, **_OPTIONS)
         place_kernel[block_grid](
             offsets,
             shared,
@@ -155,6 +159,7 @@ def _lay_out(tokens: Tensor, offsets: Tensor, *, share_prefixes: bool, tile: Pac
             path_length,
             num_sequences,
             BLOCK_B=tile.sequences,
+            **_OPTIONS,
         )
         segment_kernel[(2 * num_sequences,)](
             parent,
@@ -166,6 +171,7 @@ def _lay_out(tokens: Tensor, offsets: Tensor, *, share_prefixes: bool, tile: Pac
             totals,
             num_sequences,
             BLOCK_B=tile.sequences,
+            **_OPTIONS,
         )
     return _Layout(offsets, shared, parent, start, cu_seqlens_q, cu_seqlens_k, owner, totals)
 
@@ -198,6 +204,7 @@ def _write_row(tokens: Tensor, layout: _Layout, input_ids: Tensor, position_ids:
             len(layout.shared),
             len(input_ids),
             BLOCK_P=tile.written,
+            **_OPTIONS,
         )
     return positions
 
@@ -214,5 +221,6 @@ def _kv_index(layout: _Layout, num_segments: int, num_keys: int, tile: PackTile)
             tree_kv_index,
             num_segments,
             BLOCK_P=tile.written,
+            **_OPTIONS,
         )
     return tree_kv_index

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -169,8 +168,12 @@ def _judge(kernel: Any, target: Target) -> Resources:
     arguments = kernel.src.fn.arg_names
     constants = {arguments[index]: value for index, value in tiles.items()}
     tile = f"{constants['BLOCK_M']}x{constants['BLOCK_N']} {kernel.metadata.num_warps}w {kernel.metadata.num_stages}s"
-    judge = partial(_judge_cuda, target=target) if target.is_cuda else _judge_hip
-    return judge(kernel, tile)
+    return judge(kernel, tile, target)
+
+
+def judge(kernel: Any, tile: str, target: Target) -> Resources:
+    """What a compiled kernel takes and does."""
+    return _judge_cuda(kernel, tile, target=target) if target.is_cuda else _judge_hip(kernel, tile)
 
 
 def _judge_cuda(kernel: Any, tile: str, *, target: Target) -> Resources:

@@ -1,5 +1,6 @@
 """Packing by the GPU's kernels equals packing on the CPU, bit for bit (and that one equals TRL's)."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.packing import ROWS, assert_same, flat, guarded_memory
+from support.traces import load_trace, trace_paths
 from support.tries import tries
 from treepack import pack_sequences, unpack_sequences
 from treepack.kernels.pack import PackTile, pack_tokens
@@ -45,6 +47,12 @@ def test_shipped_tiles_on_long_sequences() -> None:
     sequences = [np.r_[prompt[:cut], rng.integers(0, 1000, 300)].tolist() for cut in (2500, 1024, 1023, 2500, 2048)]
     sequences += [prompt.tolist(), prompt[:1025].tolist()]
     assert_same(pack(sequences, tile=PackTile()), pack_sequences(sequences))
+
+
+@pytest.mark.parametrize("path", trace_paths(), ids=lambda path: path.stem)
+def test_real_rollouts(path: Path) -> None:
+    sequences = [sample["input_ids"].tolist() for group in load_trace(path, 2, 4) for sample in group]
+    assert_same(pack(sequences, tile=PackTile(written=8192)), pack_sequences(sequences))
 
 
 @pytest.mark.slow
