@@ -111,9 +111,11 @@ def guarded_memory() -> Iterator[None]:
         shape = torch.Size(size[0] if isinstance(size[0], torch.Size | tuple) else size)
         dtype = like.dtype if dtype is None else dtype
         if len(shape) < 3:
-            return torch.full(shape, torch.nan, dtype=dtype)
-        storage = torch.full((shape[0] + 1, shape[1], shape[2] + _EXTRA_COLUMNS), CANARY, dtype=dtype)
-        inside = torch.zeros(storage.shape, dtype=torch.bool)
+            return torch.full(shape, torch.nan, dtype=dtype, device=like.device)
+        storage = torch.full(
+            (shape[0] + 1, shape[1], shape[2] + _EXTRA_COLUMNS), CANARY, dtype=dtype, device=like.device
+        )
+        inside = torch.zeros(storage.shape, dtype=torch.bool, device=like.device)
         inside[:-1, :, : shape[2]] = True
         guarded.append((storage, inside))
         return storage[:-1, :, : shape[2]].fill_(torch.nan)
