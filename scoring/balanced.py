@@ -9,8 +9,9 @@ A token costs `token_cost` + the keys it sees, in units of the attention FLOPs o
 
 from bisect import bisect_right
 from collections.abc import MutableMapping, Sequence
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from treepack.scoring.forest import shared_nodes
 from treepack.scoring.open_step import OpenStep, StepLimits
@@ -23,6 +24,15 @@ _PRECISION = 2000  # the bisected cost bound is within 1 / this of the best one
 Range = tuple[int, int]
 
 
+class _Ordered(NamedTuple):
+    """A sample in its place, with what every look at it would compute again."""
+
+    key: bytes
+    sample: Sample
+    length: int
+    trained: int
+
+
 class BalancedStep(OpenStep):
     """The samples of one step in lexicographic order of their tokens, with the prefix sums that a cut needs."""
 
@@ -30,7 +40,7 @@ class BalancedStep(OpenStep):
         self, limits: StepLimits, scorers: Sequence[TrainerScorer], metrics: MutableMapping[str, list[Any]]
     ) -> None:
         super().__init__(limits, scorers, metrics)
-        self._ordered: list[tuple[bytes, Sample]] = []
+        self._ordered: list[_Ordered] = []
         self._shared: list[int] = []  # nodes each sample shares with the one before it
         self._sum_up()
 
@@ -49,8 +59,8 @@ class BalancedStep(OpenStep):
         """The costliest rows first, so that rows of similar cost share a micro-batch."""
         rows = [self.limits.new_row() for _ in range(self.limits.num_rows)]
         for row, (start, stop) in zip(rows, self._cut()):
-            for _, sample in self._ordered[start:stop]:
-                row.add(sample)
+            for entry in self._ordered[start:stop]:
+                row.add(entry.sample)
         return rows
 
     def _cut(self) -> list[Range]:
@@ -72,9 +82,11 @@ class BalancedStep(OpenStep):
         return min(self.limits.num_rows, len(self._ordered))
 
     def _insert(self, sample: Sample) -> None:
-        key = sample["input_ids"].astype(">i8").tobytes()
-        index = bisect_right(self._ordered, key, key=lambda entry: entry[0])
-        self._ordered.insert(index, (key, sample))
+        ids = sample["input_ids"]
+        key = ids.astype(">i8").tobytes()
+        entry = _Ordered(key, sample, len(ids), int(np.count_nonzero(sample["completion_mask"])))
+        index = bisect_right(self._ordered, entry.key, key=lambda other: other.key)
+        self._ordered.insert(index, entry)
         self._shared[index : index + 1] = [self._shared_with_previous(i) for i in (index, index + 1)][
             : len(self._ordered) - index
         ]
@@ -82,23 +94,23 @@ class BalancedStep(OpenStep):
     def _shared_with_previous(self, index: int) -> int:
         if index == 0 or not self.limits.share_prefixes or index >= len(self._ordered):
             return 0
-        return shared_nodes(self._ordered[index - 1][1]["input_ids"], self._ordered[index][1]["input_ids"])
+        return shared_nodes(self._ordered[index - 1].sample["input_ids"], self._ordered[index].sample["input_ids"])
 
     def _sum_up(self) -> None:
-        lengths = [len(sample["input_ids"]) for _, sample in self._ordered]
-        self._token_sums = [0, *accumulate(n - shared for n, shared in zip(lengths, self._shared))]
-        self._trained_sums = [0, *accumulate(int(sample["completion_mask"].sum()) for _, sample in self._ordered)]
-        self._cost_sums = [
-            0.0,
-            *accumulate(self._path_cost(n) - self._path_cost(shared) for n, shared in zip(lengths, self._shared)),
-        ]
+        length, trained, shared = np.array(
+            [[0, 0, 0], *zip((e.length for e in self._ordered), (e.trained for e in self._ordered), self._shared)]
+        ).T
+        self._token_sums: list[int] = (length - shared).cumsum().tolist()
+        self._trained_sums: list[int] = trained.cumsum().tolist()
+        self._cost_sums: list[float] = (self._path_cost(length) - self._path_cost(shared)).cumsum().tolist()
 
-    def _path_cost(self, depth: int) -> float:
+    def _path_cost(self, depth: Any) -> Any:
+        """The cost of a path of `depth` tokens, or of each of an array of depths."""
         return self.limits.token_cost * depth + depth * (depth + 1) / 2
 
     def _cost(self, row: Range) -> float:
         start, stop = row
-        return self._cost_sums[stop] - self._cost_sums[start] + self._path_cost(self._shared[start])
+        return self._cost_sums[stop] - self._cost_sums[start] + float(self._path_cost(self._shared[start]))
 
     def _fill_from_left(self, bound: float, num_rows: int) -> list[Range] | None:
         """`num_rows` non-empty rows that cost at most `bound` each, filled from the left, or None."""

@@ -72,7 +72,10 @@ def check_sample(sample: Sample) -> None:
             raise ValueError(
                 f"{key} must have the shape {shape} of input_ids, got {sample[key].shape} in sample uid {uid}"
             )
-    if not np.isfinite(sample["old_log_probs"][sample["completion_mask"] != 0]).all():
+    log_probs = sample["old_log_probs"]
+    with np.errstate(invalid="ignore", over="ignore"):
+        all_finite = np.isfinite(log_probs.sum())  # many times as fast as a gather of the trained ones
+    if not all_finite and not np.isfinite(log_probs[sample["completion_mask"] != 0]).all():
         raise ValueError(f"old_log_probs must be finite on trained tokens, got NaN or infinity in sample uid {uid}")
     for name, reward in sample["rewards"].items():
         if not isinstance(reward, Real) or math.isinf(reward):
