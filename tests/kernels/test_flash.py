@@ -105,16 +105,12 @@ def test_a_window_shortens_the_copies() -> None:
 def test_paths_are_each_segments_ancestors(position_ids: Tensor, window: int | None) -> None:
     plan = TreePlan.from_position_ids(position_ids)
     segments = plan.segments
-    expected: list[int] = []
     end, depth = plan.subtree_end.tolist(), plan.depth.tolist()
+    reach = len(end) + 1 if window is None else window
+    expected: list[int] = []
     for start, stop in zip(segments.start.tolist(), segments.stop.tolist()):
-        reach = depth[start] - depth[stop - 1] - 1 if window is None else window
-        near = (
-            (lambda j, i=start, r=reach: True)
-            if window is None
-            else (lambda j, i=start, r=reach: depth[i] - depth[j] < r)
-        )
-        expected += [j for j in range(start) if end[j] > start and near(j)] + list(range(start, stop))
+        expected += [j for j in range(start) if end[j] > start and depth[start] - depth[j] < reach]
+        expected += range(start, stop)
     assert levels.path_index(segments, window).tolist() == expected
     assert int(levels.path_lengths(segments, window).sum()) == len(expected)
 
@@ -136,10 +132,7 @@ def test_opcheck(window: int | None, with_sinks: bool) -> None:
     arguments = q, k, v, sinks if with_sinks else None, PLAN.subtree_end, PLAN.depth
     options = 0.25, window, None, False, "flash"
 
-    def without_lse(*inputs: Any) -> Tensor:
-        return torch.ops.treepack.flash_attention(*inputs)[0]
-
-    # The gradient through lse is refused, which the check of autograd would run into.
+    # The check of autograd would ask for the gradient of lse, which is refused.
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.treepack.flash_attention, (*arguments, *options), test_utils=checks)
     plain = [None if t is None else t.detach() for t in arguments]
@@ -198,6 +191,15 @@ def test_what_a_gpu_is_refused(
     q, k = (torch.empty(8, heads, dim, dtype=dtype, device="cuda") for heads in (4, 2))
     with pytest.raises(error, match=message):
         tree_attention(q, k, k, plan=PLAN, **{"backend": "flash", **arguments})
+
+
+def test_what_a_gpu_is_not_refused_reaches_the_op(fake_gpu: FakeTensorMode) -> None:
+    q, k, v = (
+        torch.empty(8, heads, dim, dtype=torch.half, device="cuda") for heads, dim in ((4, 80), (2, 80), (2, 24))
+    )
+    plan = TreePlan(*(torch.empty(8, dtype=torch.int32, device="cuda") for _ in range(2)))
+    out, lse = tree_attention(q, k, v, plan=plan, sliding_window=3, backend="flash", return_lse=True)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((8, 4, 24), torch.half, (4, 8), torch.float32)
 
 
 @pytest.mark.parametrize("backend", ["flash", "fa4"])
