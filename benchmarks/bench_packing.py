@@ -20,11 +20,11 @@ from harness import Compare, Comparison, Figure, timer
 from support.traces import trace_paths
 from synthetic_rollouts import Sample, Samples, agentic, chat, one_row, trace
 from treepack import ScoringCollator, TreeRow
+from trl_batchers import by_token_budget, fill_micro_batches
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TRL warns that async GRPO is experimental
-    from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout, TokenBudgetBatcher
-    from trl.experimental.async_grpo.packing import TreeRow as TRLRow
+    from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
 
 Batch = dict[str, torch.Tensor]
 
@@ -61,22 +61,6 @@ SMOKE_CASES = [
 ]
 
 
-def plan(
-    samples: Samples, ranks: int, place: Callable[[list[Any], dict[str, Any]], Any], row: type
-) -> Iterator[list[Any]]:
-    """TRL's TokenBudgetBatcher loop, except that what is left at the end is emitted too, on every rank."""
-    rows = [row() for _ in range(ranks)]
-    for sample in samples:
-        while (placed := place(rows, sample)) is None:
-            yield rows
-            rows = [row() for _ in range(ranks)]
-        placed.add(sample)
-    for open_row in rows:
-        if not open_row.samples:
-            open_row.add(samples[-1])
-    yield rows
-
-
 def least_loaded(rows: list[TreeRow], sample: Sample, token_budget: int) -> TreeRow | None:
     """TRL's placement rule: a row that holds the group, else any, the least loaded that fits."""
 
@@ -93,7 +77,9 @@ def least_loaded(rows: list[TreeRow], sample: Sample, token_budget: int) -> Tree
 
 
 def plan_ours(samples: Samples, case: Case) -> Iterator[list[TreeRow]]:
-    return plan(samples, case.ranks, lambda rows, sample: least_loaded(rows, sample, case.token_budget), TreeRow)
+    return fill_micro_batches(
+        samples, case.ranks, lambda rows, sample: least_loaded(rows, sample, case.token_budget), TreeRow
+    )
 
 
 def pack_ours(samples: Samples, case: Case, collate: ScoringCollator) -> Iterator[Batch]:
@@ -101,8 +87,7 @@ def pack_ours(samples: Samples, case: Case, collate: ScoringCollator) -> Iterato
 
 
 def pack_trl(samples: Samples, case: Case, collate: DataCollatorForRollout) -> Iterator[Batch]:
-    batcher = TokenBudgetBatcher([], case.ranks, case.token_budget, {})
-    return (collate([rows]) for rows in plan(samples, case.ranks, batcher._place, TRLRow))
+    return (collate([rows]) for rows in by_token_budget(samples, case.ranks, case.token_budget))
 
 
 def consume(batches: Iterator[Batch]) -> None:

@@ -192,6 +192,7 @@ def _draw(suite: str, records: list[Comparison], path: Path) -> Path:
     axes.set_xlabel("times faster than the peer (CPU time, median of interleaved rounds)")
     axes.set_title(f"treepack: {suite.replace('_', ' ')}")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    if peers:
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     canvas.savefig(path, dpi=150)
     return path
