@@ -36,7 +36,9 @@ def main() -> None:
     device = torch.device("cpu" if options.dry_run else "cuda")
     rows, timer, deadline = RowFile(options.rows), DeviceTimer(device), time.monotonic() + options.seconds
     # Gradients are taken several times from one forward.
-    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]
+    torch._functorch.config.donated_buffer = False
+    # FlexAttention beyond it would run eager, and build all N x N scores.
+    torch._dynamo.config.recompile_limit = 64
     paths = device_paths(device)
     measure_ceilings(rows, timer)
     if options.dry_run:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-# Larger than any L2, so that filling it evicts everything.
-_FLUSH_BYTES = 512 * 2**20
+# Larger than any L2, so that filling it evicts everything; and long enough that launches run ahead of the device.
+_FLUSH_BYTES = 2**30
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 50
 
 

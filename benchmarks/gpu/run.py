@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 
 # Seconds of each section; with the starts of their processes they stay under 8 minutes.
-TESTS_S, ATTENTION_S, PACKING_S, REPORT_S = 180, 200, 40, 30
+TESTS_S, ATTENTION_S, PACKING_S, REPORT_S = 180, 190, 35, 25
 # A measurement may still be under way when its section's time is up.
 GRACE_S = 12
 
