@@ -33,7 +33,9 @@ def test_hugging_face_kernels_wins_in_the_root():
     assert out.strip().startswith("kernels.")
 
 
-@pytest.mark.parametrize("imported", ["treepack", "treepack.kernels.ops", "treepack.kernels.hf_attention"])
+@pytest.mark.parametrize(
+    "imported", ["treepack", "treepack.kernels.ops", "treepack.kernels.hf_attention", "treepack.kernels.tree_support"]
+)
 def test_imports_are_light(imported, tmp_path):
     heavy = ("triton", "transformers", "trl", "accelerate", "matplotlib", "pyarrow", "typer", "rich")
     heavy += ("torch",) if imported == "treepack" else ()
