@@ -145,7 +145,7 @@ def chunk_sequences(
     A sequence longer than the budget is a chunk of its own.
 
     Args:
-        sequences: as in `pack_sequences`, but there may be none.
+        sequences: as in `pack_sequences`, but on the CPU, and there may be none.
         token_budget: unique tokens a chunk may hold, > 0.
         share_prefixes: whether the chunks will be packed with shared prefixes.
 

@@ -22,6 +22,7 @@ ROWS: dict[str, list[list[int]]] = {
     "a fork at every depth": [[1] * 9, *([1] * depth + [2, depth] for depth in range(9))],
     "nothing shared": [[k, 1, 2, 3] for k in range(9)],
     "the token 0": [[0, 0, 0], [0, 0], [0], [0, 0, 0, 0], [0, 1]],
+    "matches anywhere": [*([k, 1] for k in range(9)), *([k, 1, 5] for k in range(8, -1, -1))],
     "large tokens": [[2**40, 2**40 + 1, 7], [2**40, 2**40 + 1, 8]],
     "late matches": [[2, 1, 1, 5], [3, 1, 1, 5], [4, 1, 1, 5], [1, 1, 1, 5], [1, 1, 1, 6], [4, 1, 1, 6]],
 }
