@@ -198,13 +198,15 @@ _TILES: _Table = {
     },
     "ampere": {
         64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+        # 80, 96 and 192: two column blocks take more registers than one.
+        96: (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
         128: (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
-        # Two column blocks take more registers than one of 256.
         192: (Tile(64, 32, 8, 3), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
         256: (Tile(64, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
     },
     "consumer": {
         64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+        96: (Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
         128: (Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
         256: (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
     },
