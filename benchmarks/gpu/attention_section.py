@@ -43,9 +43,9 @@ def main() -> None:
     measure_ceilings(rows, timer)
     if options.dry_run:
         schedule_all(rows)
-    by_name = {workload.name: workload for workload in (dry_workloads() if options.dry_run else all_workloads())}
-    for name in ORDER:
-        measure_workload(by_name[name], paths, timer, rows, deadline)
+    workloads = dry_workloads() if options.dry_run else all_workloads()
+    for workload in sorted(workloads, key=lambda workload: ORDER.index(workload.name)):
+        measure_workload(workload, paths, timer, rows, deadline)
 
 
 def device_paths(device: torch.device) -> list[Path]:

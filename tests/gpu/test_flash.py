@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.cuda import attend, check, needs_gpu, on_gpu
-from support.forests import FORESTS, group, karied, make_inputs, positions_of
+from support.forests import group, karied, make_inputs, positions_of
 from treepack.kernels.fa4 import check_fa4
 from treepack.kernels.plan import TreePlan
 
@@ -38,13 +38,6 @@ def test_flash(dims: tuple[int, int], options: dict[str, Any], sinks: bool, dtyp
     position_ids = positions_of(SEGMENTS)
     inputs = make_inputs(len(position_ids), heads=(8, 2), dims=dims, dtype=dtype, sinks=sinks, lse=False)
     check(position_ids, inputs, backend="flash", **options)
-
-
-@pytest.mark.parametrize("forest", [name for name in FORESTS if name != "empty"])
-def test_forests_with_flash(forest: str) -> None:
-    position_ids = positions_of(FORESTS[forest])
-    inputs = make_inputs(len(position_ids), heads=(4, 2), dims=(64, 64), dtype=torch.bfloat16, lse=False)
-    check(position_ids, inputs, backend="flash")
 
 
 def test_a_gradient_through_lse_is_refused() -> None:
