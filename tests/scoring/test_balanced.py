@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
-from support.samples import groups_of, sample_streams
+from support.samples import groups_of, sample, sample_streams
 from treepack import StepPlanner, TreeRow, token_cost
 from treepack.scoring.token_cost import DENSE_8B_TOKEN_COST
 
@@ -53,6 +53,14 @@ def test_a_group_is_refused_only_when_no_contiguous_cut_holds_it():
     assert [len(row.samples) for row in rows] == [4, 4, 4]
     rows = planned_step(stream, num_processes=2, steps=1, token_budget=38)
     assert sorted(s["group_id"] for row in rows for s in row.samples) == [0] * 4 + [1] * 4
+
+
+def test_rows_begin_between_groups_where_that_costs_nothing():
+    groups = [[[g, *range(10, 20), 100 * g + i] for i in range(3)] for g in (1, 2)]
+    stream = [sample(3 * g + i, g, 3, ids) for g, of_group in enumerate(groups) for i, ids in enumerate(of_group)]
+    stream.append(sample(6, 2, 1, [3] * 60))  # so costly that filling rows up to it would split group 1
+    rows = planned_step(stream, num_processes=3, steps=1)
+    assert sorted(sorted(s["uid"] for s in row.samples) for row in rows) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_identical_samples_stay_in_order_of_arrival():
