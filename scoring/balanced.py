@@ -44,21 +44,35 @@ class BalancedStep(OpenStep):
         super().__init__(limits, scorers, metrics)
         self._ordered: list[_Ordered] = []
         self._shared: list[int] = []  # nodes each sample shares with the one before it
-        self._sum_up()
+        self._length = self._trained = self._longest = 0  # tokens of all samples, trained ones, of the longest
 
     def _place(self, group: list[Sample]) -> bool:
-        before = self._ordered.copy(), self._shared.copy()
+        before = self._ordered.copy(), self._shared.copy(), self._length, self._trained, self._longest
         for sample in group:
             self._insert(sample)
+        if self._surely_fits():
+            return True
         self._sum_up()
         if self._fill_from_left(float("inf"), self._num_rows()) is not None:
             return True
-        self._ordered, self._shared = before
-        self._sum_up()
+        self._ordered, self._shared, self._length, self._trained, self._longest = before
         return False
+
+    def _surely_fits(self) -> bool:
+        """Whether totals alone tell that a fill from the left succeeds; most groups of a step need no other look.
+
+        Each row but the last is closed by a sample that does not fit: more than budget - longest tokens, unique or
+        trained, are on it, and at most `longest` of them repeat those of other rows.
+        """
+        rows, budget = self.limits.num_rows, self.limits.token_budget
+        if len(self._ordered) <= rows:
+            return True
+        unique = self._length - sum(self._shared)
+        return unique + self._trained + rows * self._longest <= (rows - 1) * (budget - self._longest)
 
     def _rows(self) -> list[ScoredRow]:
         """The costliest rows first, so that rows of similar cost share a micro-batch."""
+        self._sum_up()
         rows = [self.limits.new_row() for _ in range(self.limits.num_rows)]
         for row, (start, stop) in zip(rows, self._cut()):
             for entry in self._ordered[start:stop]:
@@ -116,6 +130,9 @@ class BalancedStep(OpenStep):
         entry = _Ordered(key, sample, len(ids), int(np.count_nonzero(sample["completion_mask"])))
         index = bisect_right(self._ordered, entry.key, key=lambda other: other.key)
         self._ordered.insert(index, entry)
+        self._length += entry.length
+        self._trained += entry.trained
+        self._longest = max(self._longest, entry.length)
         self._shared[index : index + 1] = [self._shared_with_previous(i) for i in (index, index + 1)][
             : len(self._ordered) - index
         ]
