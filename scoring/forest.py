@@ -137,7 +137,7 @@ def shared_nodes(a: Tokens, b: Tokens) -> int:
 
 def _common_prefix(a: Tokens, b: Tokens, agreed: int) -> int:
     """Length of the longest common prefix of `a` and `b`, known to agree on `agreed` tokens."""
-    end, step = min(len(a), len(b)), 512
+    end, step = min(len(a), len(b)), 1024  # a usual prompt at once: a call costs more than a thousand tokens
     while agreed < end:
         stop = min(agreed + step, end)
         differs = a[agreed:stop] != b[agreed:stop]

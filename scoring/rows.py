@@ -240,6 +240,9 @@ class RowLayout:
         buffers["tree_cu_seqlens_k"][:] = self.forest.cu_seqlens_k
         buffers["tree_max_seqlens"][:] = self.forest.max_seqlens
         buffers["shift_labels"].fill(-100)
+        counts = np.diff(self.terms)
+        buffers["segment_id"][:] = np.arange(len(self.samples)).repeat(counts)
+        buffers["advantages"][:] = np.array([s["advantage"] for s in self.samples], np.float32).repeat(counts)
         segment = 0
         for tail in self.forest.tails():
             self.forest.write(tail, buffers["input_ids"], buffers["position_ids"])
@@ -259,8 +262,6 @@ class RowLayout:
         start, stop = self.terms[index], self.terms[index + 1]
         token_index, log_probs = buffers["token_index"][start:stop], buffers["old_log_probs"][start:stop]
         labels = buffers["shift_labels"]
-        buffers["advantages"][start:stop] = sample["advantage"]
-        buffers["segment_id"][start:stop] = index
         runs = self.runs[self.run_ends[index] : self.run_ends[index + 1]]
         if not runs:
             predecessors = np.asarray(sample["completion_mask"])[1:].nonzero()[0]
@@ -288,6 +289,9 @@ def _trained_runs(mask: NDArray[Any]) -> tuple[int, int, list[int]]:
     Position 0 has no predecessor: it is trained but no loss term. No runs are given where they are short.
     """
     edges = (mask[1:] != mask[:-1]).nonzero()[0]
+    if len(edges) == 1 and not mask[0]:  # a prompt and its completion: what most samples are
+        start, stop = int(edges[0]) + 1, len(mask)
+        return stop - start, stop - start, [start, stop]
     if len(mask) < SHORT_RUN * len(edges):
         trained = int(np.count_nonzero(mask))
         return trained, trained - int(mask[0] != 0), []
