@@ -84,7 +84,7 @@ class Compare:
         check: Callable[[], None],
         target: float | None = None,
         rounds: int = 5,
-        peer_rounds: int | None = None,
+        peer_rounds: int | Mapping[str, int] | None = None,
         figures: Callable[[Comparison], Mapping[str, Figure]] | None = None,
     ) -> Comparison:
         """Check, time and record one case.
@@ -96,16 +96,17 @@ class Compare:
             check: raises when the results of ours and its peers differ; runs before anything is timed.
             target: times faster than the first peer we want to be.
             rounds: interleaved rounds; the medians are reported. One under `--smoke`.
-            peer_rounds: rounds in which the peers run too, for peers that take long; default all.
+            peer_rounds: rounds in which the peers run too, for peers that take long, of all or by name; default all.
             figures: more columns, computed from the timed comparison.
         """
         check()
-        rounds, peer_rounds = (1, 1) if self.smoke else (rounds, peer_rounds or rounds)
+        of_peers = peer_rounds if isinstance(peer_rounds, Mapping) else dict.fromkeys(peers, peer_rounds or rounds)
+        rounds = 1 if self.smoke else rounds
         times: dict[str, list[float]] = {name: [] for name in peers}
 
         def time_peers() -> None:
             for name, peer in peers.items():
-                if len(times[name]) < peer_rounds:
+                if len(times[name]) < min(of_peers.get(name, rounds), rounds):
                     start = timer()
                     peer()
                     times[name].append(timer() - start)

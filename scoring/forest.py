@@ -14,6 +14,7 @@ N: unique tokens, S: segments, K: keys gathered over all segments, B: sequences.
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,8 +145,16 @@ def _common_prefix(a: Tokens, b: Tokens, agreed: int) -> int:
         first = int(differs.argmax())
         if differs[first]:
             return agreed + first
-        agreed, step = stop, step * 4
+        agreed, step = stop, 4096
     return end
+
+
+@cache
+def _counting(bits: int) -> NDArray[np.int64]:
+    """0, 1, ..., 2^bits - 1, made once: rows are filled from it over and over."""
+    counting = np.arange(1 << bits)
+    counting.flags.writeable = False
+    return counting
 
 
 class Tail(NamedTuple):
@@ -176,7 +185,7 @@ class ForestLayout:
         forest, start = self.forest, 0
         # Pre-order keeps the part of this buffer that a tail shares: all since its parent branched off deeper.
         path = np.empty(self.max_seqlens[1], dtype=np.int64)
-        counting = np.arange(max(self.cu_seqlens_q[-1], len(path)))  # packed indices and depths are slices of it
+        counting = _counting(max(self.cu_seqlens_q[-1], len(path)).bit_length())  # indices and depths are slices of it
         for index in self.order:
             shared, length = forest.shared[index], len(forest.sequences[index])
             stop = start + length - shared
