@@ -22,29 +22,14 @@ from support.forests import (
     group,
     make_inputs,
     paths_of,
+    plain_attention,
     positions_of,
     run,
 )
 from treepack.kernels.ops import tree_attention
 from treepack.kernels.plan import TreePlan
-from treepack.kernels.reference import visible_pairs
 
 HALF = [torch.bfloat16, torch.float16]
-
-
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, plan: TreePlan, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """The plain computation in the inputs' own precision, whose error sets the budget."""
-    group_size = q.shape[1] // k.shape[1]
-    q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1)))
-    scores = q @ k.transpose(1, 2) * (options.get("scale") or q.shape[-1] ** -0.5)
-    if softcap := options.get("softcap"):
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible_pairs(plan, options.get("sliding_window")), -torch.inf)
-    lse = torch.logsumexp(scores, -1)
-    normaliser = lse if sinks is None else torch.logaddexp(lse, sinks[:, None].expand_as(lse))
-    return (torch.exp(scores - normaliser[..., None]) @ v).transpose(0, 1), lse
 
 
 def check(position_ids: Tensor, inputs: Inputs, **options: Any) -> None:
@@ -54,7 +39,7 @@ def check(position_ids: Tensor, inputs: Inputs, **options: Any) -> None:
         return tree_attention(q, k, v, plan=plan, sinks=sinks, return_lse=True, **options)
 
     found = run(ours, inputs)
-    plain = run(partial(dense, plan=plan, **options), inputs)
+    plain = run(partial(plain_attention, plan=plan, **options), inputs)
     assert_close(found, exact_results(inputs, plan, **options), plain, plan)
 
 

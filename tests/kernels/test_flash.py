@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from support.forests import FORESTS, assert_close, comb, exact_results, forests, group, make_inputs, positions_of, run
-from support.triton_kernels import plain_attention
+from support.forests import (
+    FORESTS,
+    assert_close,
+    comb,
+    exact_results,
+    forests,
+    group,
+    make_inputs,
+    plain_attention,
+    positions_of,
+    run,
+)
 from support.varlen import DenseVarlen, flash_attention, register_on_cpu
 from treepack.kernels import flash_ops, levels, varlen
 from treepack.kernels.flash import row_attention

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.forests import Inputs, assert_close, exact_results, run
-from support.triton_kernels import plain_attention
+from support.forests import Inputs, assert_close, exact_results, plain_attention, run
 from treepack.kernels.ops import tree_attention
 from treepack.kernels.plan import TreePlan
 

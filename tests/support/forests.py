@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from treepack.kernels.plan import TreePlan
-from treepack.kernels.reference import reference_attention
+from treepack.kernels.reference import reference_attention, visible_pairs
 
 Segments = Sequence[tuple[int, int]]
 
@@ -190,3 +191,18 @@ def _largest_by_segment(values: Tensor, owner: Tensor) -> Tensor:
     largest = values.flatten(1).amax(1)
     segments = int(owner[-1]) + 1
     return largest.new_full((segments,), -torch.inf).scatter_reduce(0, owner, largest, "amax")
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, plan: TreePlan, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The plain computation in the inputs' own precision, whose error sets the budget."""
+    group_size = q.shape[1] // k.shape[1]
+    q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1)))
+    scores = q @ k.transpose(1, 2) * (options.get("scale") or q.shape[-1] ** -0.5)
+    if softcap := options.get("softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible_pairs(plan, options.get("sliding_window")), -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    normaliser = lse if sinks is None else torch.logaddexp(lse, sinks[:, None].expand_as(lse))
+    return (torch.exp(scores - normaliser[..., None]) @ v).transpose(0, 1), lse

@@ -9,11 +9,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from support.forests import Inputs, assert_close, exact_results, run
+from support.forests import Inputs, assert_close, exact_results, plain_attention, run
 from treepack.kernels import gpu
 from treepack.kernels.configs import AttentionConfig, Tile
 from treepack.kernels.plan import TreePlan
-from treepack.kernels.reference import visible_pairs
 
 CANARY = -77.0
 _EXTRA_COLUMNS = 24
@@ -72,21 +71,6 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         grads = gpu.attention_backward(grad_out, grad_lse, *ctx.saved, **ctx.options)
         return *grads, None, None
-
-
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, plan: TreePlan, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """The dense computation in the inputs' own precision, whose error sets the budget."""
-    group = q.shape[1] // k.shape[1]
-    q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
-    scores = q @ k.transpose(1, 2) * (options.get("scale") or q.shape[-1] ** -0.5)
-    if softcap := options.get("softcap"):
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible_pairs(plan, options.get("sliding_window")), -torch.inf)
-    lse = torch.logsumexp(scores, -1)
-    norm = lse if sinks is None else torch.logaddexp(lse, sinks[:, None].expand_as(lse))
-    return (torch.exp(scores - norm[..., None]) @ v).transpose(0, 1), lse
 
 
 def check(position_ids: Tensor, inputs: Inputs, config: AttentionConfig, **options: Any) -> dict[str, Tensor]:
