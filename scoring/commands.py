@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from treepack import __version__
+from treepack.scoring.config_file import ConfigOption
 from treepack.scoring.display import make_display
 from treepack.scoring.errors import InputError
 
@@ -88,7 +89,11 @@ def treepack(
 def score(
     rollouts: Annotated[
         Path | None,
-        typer.Argument(metavar="ROLLOUTS", help="A .npz, .parquet or .jsonl file.", show_default="the bundled ones"),
+        typer.Argument(
+            metavar="ROLLOUTS",
+            help="A .npz, .parquet or .jsonl file, or a folder of them.",
+            show_default="the bundled ones",
+        ),
     ] = None,
     model: Annotated[
         Path | None,
@@ -133,6 +138,7 @@ def score(
         bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on stdout.")
     ] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to.")] = Path("treepack-score"),
+    config: ConfigOption = None,
     show_traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an unexpected error came from.")
     ] = False,

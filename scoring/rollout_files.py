@@ -44,7 +44,7 @@ def read_columns(path: Path) -> Columns:
     """
     reader = _READERS.get(path.suffix)
     if reader is None:
-        raise RolloutError(f"{path}: rollouts must be a {', '.join(_READERS)} file, got suffix {path.suffix!r}")
+        raise RolloutError(f"{path}: rollouts must be a {', '.join(SUFFIXES)} file, got suffix {path.suffix!r}")
     if not path.exists():
         raise RolloutError(f"{path}: no such file")
     try:
@@ -209,3 +209,4 @@ _READERS: dict[str, Callable[[Path], Columns]] = {
     ".parquet": _read_parquet,
     ".jsonl": _read_jsonl,
 }
+SUFFIXES = tuple(_READERS)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from treepack.scoring.errors import RolloutError
 from treepack.scoring.rollout_files import REWARD_PREFIX, Columns, Ragged, read_columns
+from treepack.scoring.rollout_folder import join_columns, rollout_files
 
 _REQUIRED = ("input_ids", "completion_mask", "group_id")
 
@@ -92,7 +93,7 @@ def bundled_rollouts() -> Path:
 
 
 def read_rollouts(path: Path | None = None) -> Rollouts:
-    """Read a rollout file; None reads the bundled rollouts.
+    """Read a rollout file, or all of a folder as one (see `join_columns`); None reads the bundled rollouts.
 
     Columns: `input_ids`, `completion_mask`, `group_id`; any of `reward` and `rewards/<name>` (NaN or null = not
     applicable); optionally `rollout_id`, `uid`, `old_log_probs`, `finished`. In .parquet and .jsonl the token columns
@@ -102,7 +103,12 @@ def read_rollouts(path: Path | None = None) -> Rollouts:
         RolloutError: the file cannot be read or a column holds what it must not; rows count from 0.
     """
     path = bundled_rollouts() if path is None else path
-    return _Checker(path, read_columns(path)).rollouts()
+    if not path.is_dir():
+        return _Checker(path, read_columns(path)).rollouts()
+    parts = {file: read_columns(file) for file in rollout_files(path)}
+    for file, columns in parts.items():
+        _Checker(file, columns).rollouts()  # so that an error names the file and its row
+    return _Checker(path, join_columns(parts)).rollouts()
 
 
 class _Checker:

@@ -20,7 +20,7 @@ class ScoreOptions:
     """What to score and how.
 
     Attributes:
-        rollouts: the rollout file; None for the bundled one.
+        rollouts: the rollout file, or a folder of them; None for the bundled one.
         model: a checkpoint folder or .gguf file; None for a small seeded model.
         scorer: which reward is computed; "none" leaves the rollouts' own rewards alone.
         ranks: rows of a micro-batch.
@@ -69,5 +69,6 @@ def prepare_folder(options: ScoreOptions) -> None:
         raise OptionError(f"--out {folder}: cannot be written: {error.strerror}") from error
     written = [(folder / name).resolve() for name in OUTPUTS]
     rollouts = options.rollouts.resolve() if options.rollouts else None
-    if rollouts and (rollouts in written or rollouts.parent == (folder / RECORD).resolve()):
+    holders = (folder.resolve(), (folder / RECORD).resolve())
+    if rollouts and (rollouts in (*written, *holders) or rollouts.parent == holders[1]):
         raise OptionError(f"--out {folder}: the job would write over the rollouts, {options.rollouts}")

@@ -252,6 +252,13 @@ def test_missing_file_and_unknown_suffix(tmp_path: Path) -> None:
         read_rollouts(tmp_path / "rollouts.npz")
     with pytest.raises(RolloutError, match=r"must be a .npz, .parquet, .jsonl file, got suffix '.csv'"):
         read_rollouts(tmp_path / "rollouts.csv")
-    (tmp_path / "folder.npz").mkdir()
-    with pytest.raises(RolloutError, match="cannot be read: Is a directory"):
-        read_rollouts(tmp_path / "folder.npz")
+
+
+def test_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(np, "load", refuse)
+    (tmp_path / "rollouts.npz").touch()
+    with pytest.raises(RolloutError, match="cannot be read: Permission denied"):
+        read_rollouts(tmp_path / "rollouts.npz")
