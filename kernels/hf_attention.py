@@ -4,10 +4,12 @@ Shapes: B = batch, always 1; H = query heads; G = key/value heads; N = tokens of
 E = value head dim; S = segments. transformers is imported by `register_attention` and by a running model, not before.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch
 
+from treepack.kernels.checks import Backend
 from treepack.kernels.ops import tree_attention
 from treepack.kernels.plan import PlanMemo, TreePlan, plan_memo
 
@@ -29,7 +31,7 @@ _UNSUPPORTED_OPTIONS = {
 }
 
 
-def register_attention() -> None:
+def register_attention(*, backend: Backend | None = None, deterministic: bool = False) -> None:
     """Make tree attention available to every transformers model, as "treepack" and "tree_fa3".
 
     A model loaded with `attn_implementation="treepack"` then runs a packed row:
@@ -41,8 +43,15 @@ def register_attention() -> None:
 
     In vision-language models give the name to the text part alone:
     `attn_implementation={"text_config": "treepack"}`. Call `check_tree_support(model)` once for what no attention
-    function can see (recurrent layers, rope types, ...). Calling this function again changes nothing.
-    `torch.compile(fullgraph=True)` works.
+    function can see (recurrent layers, rope types, ...). `torch.compile(fullgraph=True)` works.
+
+    Args:
+        backend: as in `tree_attention`.
+        deterministic: as in `tree_attention`. The names are the process's, so the latest call's options hold for every
+            model that runs under them.
+
+    Raises:
+        ValueError: there is no such backend.
 
     The model's forward raises:
         ValueError: an attention_mask was given, the batch is not 1, queries and keys differ in number (a KV cache),
@@ -54,8 +63,13 @@ def register_attention() -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    if backend is not None and backend not in get_args(Backend):
+        raise ValueError(f"backend must be None or one of {', '.join(get_args(Backend))}, got {backend!r}")
+    attention: Any = _tree_attention_forward
+    if backend is not None or deterministic:
+        attention = partial(_tree_attention_forward, tree_backend=backend, tree_deterministic=deterministic)
     for name in _NAMES:
-        AttentionInterface.register(name, _tree_attention_forward)
+        AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, _refuse_mask)
 
 
@@ -75,6 +89,8 @@ def _tree_attention_forward(
     position_ids: torch.Tensor | None = None,
     tree_cu_seqlens_q: torch.Tensor | None = None,
     tree_cu_seqlens_k: torch.Tensor | None = None,
+    tree_backend: Backend | None = None,
+    tree_deterministic: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H, N, D), key (1, G, N, D), value (1, G, N, E) -> (1, N, H, E), in the signature of transformers."""
@@ -83,7 +99,16 @@ def _tree_attention_forward(
     dtype = _compute_dtype(module, query)
     q_NHD, k_NGD, v_NGE = (x_BHND[0].transpose(0, 1).to(dtype) for x_BHND in (query, key, value))
     out_NHE = tree_attention(
-        q_NHD, k_NGD, v_NGE, **tree, scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+        q_NHD,
+        k_NGD,
+        v_NGE,
+        **tree,
+        scale=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        backend=tree_backend,
+        deterministic=tree_deterministic,
     )
     return out_NHE.unsqueeze(0), None
 

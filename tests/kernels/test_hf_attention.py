@@ -64,6 +64,29 @@ class TestRegistration:
         register_attention()
         assert (AttentionInterface()[name], AttentionMaskInterface()[name]) == before
 
+    def test_backend_and_determinism_reach_tree_attention(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[dict[str, Any]] = []
+
+        def spy(*args: Any, **options: Any) -> Tensor:
+            seen.append(options)
+            return tree_attention(*args, **options)
+
+        monkeypatch.setattr("treepack.kernels.hf_attention.tree_attention", spy)
+        try:
+            register_attention(backend="reference", deterministic=True)
+            in_float64 = attend()
+        finally:
+            register_attention()
+        assert torch.allclose(in_float64, attend(), atol=1e-5)
+        assert [(options["backend"], options["deterministic"]) for options in seen] == [
+            ("reference", True),
+            (None, False),
+        ]
+
+    def test_an_unknown_backend_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="backend must be None or one of triton, cpu, .*, got 'fast'"):
+            register_attention(backend="fast")
+
     def test_options_reach_tree_attention(self) -> None:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(1, heads, TOKENS, 8, generator=generator)[0].transpose(0, 1) for heads in (4, 2, 2))
