@@ -1,7 +1,7 @@
 """Benchmark options, the `compare` fixture and the ratio tables (see harness.py).
 
-`pytest benchmarks/bench_<name>.py` runs a suite, `--smoke` runs it once on tiny inputs, and `--out DIR` writes JSON
-and a PNG.
+`pytest benchmarks/bench_<name>.py` runs a suite, `--smoke` runs it once on tiny inputs, and `--out DIR` writes JSON,
+a Markdown table and a PNG.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ RECORDS = pytest.StashKey[list[Comparison]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("treepack benchmarks")
     group.addoption("--smoke", action="store_true", help="one round on tiny inputs: does it run, are results equal")
-    group.addoption("--out", type=Path, metavar="DIR", help="write <suite>.json and <suite>.png into DIR")
+    group.addoption("--out", type=Path, metavar="DIR", help="write <suite>.json, .md and .png into DIR")
 
 
 @pytest.hookimpl(tryfirst=True)

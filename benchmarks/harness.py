@@ -133,34 +133,50 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def table(records: list[Comparison]) -> list[str]:
-    """The ratio table of one suite as lines of text, columns aligned."""
+def cells(records: list[Comparison]) -> list[list[str]]:
+    """The ratio table of one suite, its header first."""
     peers = list(dict.fromkeys(name for r in records for name in r.peers_s))
     figures = list(dict.fromkeys(name for r in records for name in r.figures))
     rows = [["case", "ours", *peers, "speed", *figures]]
     for r in records:
-        cells = [r.case, format_seconds(r.ours_s)]
+        row = [r.case, format_seconds(r.ours_s)]
         for position, name in enumerate(peers):
             seconds = r.peers_s.get(name)
             text = "-" if seconds is None else format_seconds(seconds)
             if seconds is not None and position > 0:
                 text += f" ({r.speedup(name):.3g}x)"
-            cells.append(text)
-        cells.append("-" if r.ratio is None else str(r.ratio))
-        rows.append(cells + [str(r.figures.get(name, "-")) for name in figures])
+            row.append(text)
+        row.append("-" if r.ratio is None else str(r.ratio))
+        rows.append(row + [str(r.figures.get(name, "-")) for name in figures])
+    return rows
+
+
+def table(records: list[Comparison]) -> list[str]:
+    """The ratio table of one suite as lines of text, columns aligned."""
+    rows = cells(records)
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
+def markdown(suite: str, records: list[Comparison]) -> str:
+    """The ratio table of one suite as Markdown."""
+    header, *rows = ([cell.replace("|", "\\|") for cell in row] for row in cells(records))
+    lines = [header, ["---"] * len(header), *rows]
+    table_lines = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"### {suite}\n\nCPU time, medians of interleaved rounds.\n\n{table_lines}\n"
+
+
 def write_report(records: list[Comparison], directory: Path) -> list[Path]:
-    """Write `<suite>.json` and `<suite>.png` of each suite into `directory`; returns the paths."""
+    """Write `<suite>.json`, `.md` and `.png` of each suite into `directory`; returns the paths."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for suite, rows in suites(records).items():
         path = directory / f"{suite}.json"
         path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-        paths += [path, _draw(suite, rows, directory / f"{suite}.png")]
+        text = path.with_suffix(".md")
+        text.write_text(markdown(suite, rows))
+        paths += [path, text, _draw(suite, rows, path.with_suffix(".png"))]
     return paths
 
 

@@ -298,6 +298,52 @@ def _count_shape(shape: str, as_json: bool) -> None:
         print_shape(findings, Console())
 
 
+@app.command()
+def bench(
+    suites: Annotated[
+        list[str] | None, typer.Argument(metavar="[SUITE]...", help="Such as packing.", show_default="all")
+    ] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="One round on tiny inputs: does it run?")] = False,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="An earlier run's folder.", show_default="benchmarks/results/baseline"),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to.")] = Path("treepack-bench"),
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where an unexpected error came from.")
+    ] = False,
+) -> None:
+    """Run benchmark suites of this checkout and compare their speed ratios with a baseline's.
+
+    Every suite checks for equal results before it times anything, and times both sides in turn. Writes <suite>.json,
+    .md, .png and .log, and summary.md, to DIR.
+
+    Exit codes:
+      0    every suite ran and reached its bounds
+      1    a suite failed
+      2    options that cannot be used, or no checkout
+      4    a bound was missed
+      130  interrupted
+    """
+    with _one_line_errors(show_traceback), make_display() as display:
+        from treepack.scoring.bench import benchmarks_folder, print_results, run_suites, suite_names
+
+        folder = benchmarks_folder()
+        results = run_suites(
+            folder,
+            suites or suite_names(folder),
+            out,
+            baseline=baseline or folder / "results" / "baseline",
+            smoke=smoke,
+            display=display,
+        )
+    print_results(results, Console())
+    if any(result.problem and not result.skipped for result in results):
+        _fail("a suite failed", ExitCode.FAILED)
+    if not smoke and any(result.missed for result in results):
+        raise typer.Exit(ExitCode.DIFFERENT)
+
+
 def _is_helper() -> bool:
     """Whether this is a process of torchrun's other than the first, which alone talks to people."""
     return os.environ.get("RANK", "0") != "0"

@@ -44,7 +44,7 @@ def test_options_and_arguments_from_a_file(folder: Path) -> None:
         ("token-budget = [1, 2]", "'token-budget' must be a single value, got [1, 2]"),
         ("mask-truncated = 1", "'mask-truncated' must be true or false, got 1"),
         ("steps = true", "'steps' must be a value, not true or false, got True"),
-        ("steps = 0", "0 should be greater than or equal to 1"),
+        ("steps = 0", "should be greater than or equal to 1"),
         ('scorer = "best"', "'best' is not one of 'reward-model', 'ebft', 'log-prob', 'none'"),
         ("steps 2", "not valid TOML: Expected '=' after a key"),
     ],
