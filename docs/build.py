@@ -1,0 +1,24 @@
+"""Build the API page from the docstrings of the public names: `python docs/build.py DIR` (needs pdoc)."""
+
+import sys
+from pathlib import Path
+
+import pdoc
+
+import treepack
+
+# The trainer's home is named beside the package: it imports TRL, which the package itself never does.
+MODULES = ("treepack", "!treepack.kernels", "!treepack.scoring", "treepack.scoring.trl_hooks")
+
+
+def main(folder: Path) -> None:
+    for name in treepack.__all__:  # names load on first use, and pdoc looks only at what is there
+        getattr(treepack, name)
+    pdoc.render.configure(
+        docformat="google", search=True, show_source=False, footer_text=f"treepack {treepack.__version__}"
+    )
+    pdoc.pdoc(*MODULES, output_directory=folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
