@@ -82,9 +82,9 @@ class ScoringCollator:
               needs one. It is not counted.
             - `global_n_tokens`, `global_n_forward_tokens`, `mean_seq_len` (W,) float32: loss terms and unique tokens of
               all rows, and the latter over the number of samples; the same on every rank.
-            - `scoring`, where samples carry a `uid`: `uid`, `group`, `rollout` (W, S) int64, padding -1, column =
-              `segment_id`; `trained_tokens` (W, S) int64, loss terms; `rewards` (W, S, C) float64 in the order of the
-              rows' `reward_names`, NaN = not applicable; `reward_names` (W, bytes) uint8 (see `names_of`);
+            - `scoring`, where samples carry a `uid`: `uid`, `group`, `group_size`, `rollout` (W, S) int64, padding -1,
+              column = `segment_id`; `trained_tokens` (W, S) int64, loss terms; `rewards` (W, S, C) float64 in the order
+              of the rows' `reward_names`, NaN = not applicable; `reward_names` (W, bytes) uint8 (see `names_of`);
               `truncated` (W, S) uint8; `extra_uid`, `extra_group`, `extra_scorer` (W, E) int64, padding -1; `scorers`
               {str(index): its `collate`d tensors, padded}.
 
@@ -183,6 +183,7 @@ def _scoring_inputs(
     return {
         "uid": _padded_column([[sample["uid"] for sample in row] for row in samples]),
         "group": _padded_column([[sample["group_id"] for sample in row] for row in samples]),
+        "group_size": _padded_column([[sample["group_size"] for sample in row] for row in samples]),
         "rollout": _padded_column([[sample["rollout_id"] for sample in row] for row in samples]),
         "trained_tokens": _padded_column([np.diff(layout.terms).tolist() for layout in layouts], 0),
         "rewards": _rewards(scored),

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from treepack.scoring.advantages import combine_rewards, group_advantages, last_rows
+from treepack.scoring.agreement import agreed_rewards, check_same_step, described_step
 from treepack.scoring.collator import names_of
 from treepack.scoring.collectives import exit_on_error, raised_on_all_ranks
 from treepack.scoring.scorer import TrainerScorer
@@ -67,14 +68,19 @@ def score_step(trainer: ScoringTrainer, batches: Sequence[dict[str, Any]]) -> St
         The step's scores on the main process, None on the others.
 
     Raises:
-        ValueError: a micro-batch without "scoring", or a scorer whose uids or rewards do not match the samples.
+        ValueError: a micro-batch without "scoring", a group that is not whole, or a scorer whose uids or rewards do not
+            match the samples. On all ranks, saying which differ: ranks that disagree on the micro-batches, the scorers,
+            the options, or a scorer's rewards.
         RuntimeError: another rank failed; the message is that rank's. Inside a sharded scorer's forward, where peers
             wait in a collective, the failing process logs its error and ends instead.
     """
     start = time.perf_counter()
     accelerator = trainer.accelerator
     with raised_on_all_ranks(accelerator, "reading the micro-batches"):
-        scoring = _take_scoring(batches)
+        _check_scoring(batches, len(trainer.scorers))
+        description = described_step(trainer, batches)
+    check_same_step(accelerator, description)
+    scoring = [batch.pop("scoring") for batch in batches]
     table = SampleTable.gather(accelerator, scoring)
     extras = ExtraTable.gather(accelerator, scoring)
     names = names_of(scoring[0]["reward_names"]) + tuple(scorer.name for scorer in trainer.scorers)
@@ -84,6 +90,7 @@ def score_step(trainer: ScoringTrainer, batches: Sequence[dict[str, Any]]) -> St
         features = _features(trainer, scorer, index, scoring)
         with raised_on_all_ranks(accelerator, f"computing the group rewards of scorer {scorer.name!r}"):
             column, scorer_metrics = _group_rewards(scorer, features, table, extras.of_scorer(index))
+        column = agreed_rewards(accelerator, scorer.name, table.uid, column)
         rewards = np.concatenate([rewards, column[:, None]], axis=1)
         metrics |= scorer_metrics
 
@@ -107,13 +114,18 @@ def score_step(trainer: ScoringTrainer, batches: Sequence[dict[str, Any]]) -> St
     return StepScores(names, table.uid, table.group, rewards, advantages, trained_tokens, reasons, metrics)
 
 
-def _take_scoring(batches: Sequence[dict[str, Any]]) -> Scoring:
+def _check_scoring(batches: Sequence[dict[str, Any]], num_scorers: int) -> None:
     lacking = [m for m, batch in enumerate(batches) if "scoring" not in batch]
     if not batches or lacking:
         raise ValueError(
             f"batches must be micro-batches of ScoringCollator, got none with 'scoring' at {lacking or 'all'}"
         )
-    return [batch.pop("scoring") for batch in batches]
+    for m, batch in enumerate(batches):
+        if len(batch["scoring"]["scorers"]) != num_scorers:
+            raise ValueError(
+                f"scorers must be those the micro-batches were collated with, got {num_scorers} for the "
+                f"{len(batch['scoring']['scorers'])} of micro-batch {m}"
+            )
 
 
 @contextmanager

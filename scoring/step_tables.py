@@ -17,7 +17,7 @@ Int64 = npt.NDArray[np.int64]
 
 Scoring = Sequence[dict[str, Any]]
 
-_SAMPLE_FIELDS = ("uid", "group", "rollout", "truncated", "trained_tokens")
+_SAMPLE_FIELDS = ("uid", "group", "group_size", "rollout", "truncated", "trained_tokens")
 _EXTRA_FIELDS = ("extra_uid", "extra_group", "extra_scorer")
 
 
@@ -46,7 +46,7 @@ class SampleTable:
         """The table of all ranks, the same on each.
 
         Raises:
-            ValueError: a uid is there twice.
+            ValueError: a uid is there twice, or a group is not whole.
         """
         integers, rewards = [], []
         for m, entry in enumerate(scoring):
@@ -59,9 +59,10 @@ class SampleTable:
         reward = gather_rows(accelerator, torch.cat(rewards)).numpy()
         order = np.argsort(table[:, 0], kind="stable")
         table, reward = table[order], reward[order]
-        uid, group, rollout, truncated, tokens = table[:, :5].T
-        _check_unique(uid, "uid must be unique in a step")
-        return SampleTable(uid, group, rollout, truncated.astype(bool), tokens, reward, table[:, 5:])
+        uid, group, group_size, rollout, truncated, tokens = table[:, :6].T
+        _check_places(uid, table[:, 6:])
+        _check_whole(uid, group, group_size)
+        return SampleTable(uid, group, rollout, truncated.astype(bool), tokens, reward, table[:, 6:])
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,29 @@ class Features:
                 f"scorer {self.scorer!r} must give a feature of every sequence, got none of uid {int(missing[0])}"
             )
         return self.values[torch.from_numpy(at)]
+
+
+def _check_places(uid: Int64, place: Int64) -> None:
+    twice = np.flatnonzero(uid[1:] == uid[:-1])
+    if len(twice):
+        there = " and ".join(
+            f"rank {rank} (micro-batch {micro_batch})"
+            for rank, micro_batch, *_ in place[twice[0] : twice[0] + 2].tolist()
+        )
+        raise ValueError(f"uid must be unique in a step, got uid {uid[twice[0]]} on {there}")
+
+
+def _check_whole(uid: Int64, group: Int64, group_size: Int64) -> None:
+    """A group split over two steps would get the mean and the standard deviation of its parts."""
+    groups, group_of, count = np.unique(group, return_inverse=True, return_counts=True)
+    wrong = np.flatnonzero(count[group_of] != group_size)
+    if len(wrong):
+        of_group = group_of[wrong[0]]
+        uids = uid[group_of == of_group]
+        raise ValueError(
+            f"a group must be whole in a step, got {count[of_group]} of the {group_size[wrong[0]]} samples of group "
+            f"{groups[of_group]}: uids {uids[:8].tolist()}{' ...' if len(uids) > 8 else ''}"
+        )
 
 
 def _check_unique(uid: Int64, rule: str) -> None:

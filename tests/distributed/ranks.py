@@ -1,20 +1,21 @@
 """What every rank of test_ranks.py runs under torchrun: checks by name, raising on the rank that finds them wrong."""
 
-import sys
+import json
+import re
 from collections import defaultdict
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.data_loader import DataLoaderDispatcher
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification
 
 from support.models import sample_sequences, tiny_model
 from support.samples import group, groups_of, sample
+from support.two_ranks import RANKS, own_slice, run_checks, trainer_with
 from treepack import (
     EBFTScorer,
     LogProbScorer,
@@ -27,19 +28,17 @@ from treepack import (
 )
 from treepack.scoring.collectives import gather_rows
 from treepack.scoring.scorer import collate_packed, scored_sequences
-from treepack.scoring.trainer import LocalTrainer, ScoringArgs
-
-RANKS = 2
+from treepack.scoring.trainer import LocalTrainer
 
 
 class LengthScorer(TrainerScorer):
     """Feature: the sequence's length and last token; reward: their sum. `fail_on` makes that rank's forward raise."""
 
-    def __init__(self, fail_on=None, sharded=False):
-        self.name, self.fail_on, self.sharded, self.calls = "length", fail_on, sharded, 0
+    def __init__(self, fail_on=None, sharded=False, *, name="length", extras=True):
+        self.name, self.fail_on, self.sharded, self.extras, self.calls = name, fail_on, sharded, extras, 0
 
     def group_extras(self, samples):
-        return [{"input_ids": np.arange(3 + len(samples))}]
+        return [{"input_ids": np.arange(3 + len(samples))}] if self.extras else []
 
     def collate(self, rows, index):
         return collate_packed([scored_sequences(row, index) for row in rows], token_budget=20)
@@ -55,8 +54,8 @@ class LengthScorer(TrainerScorer):
         return inputs["uid"][0, : len(last)], torch.stack([offsets.diff(), last], dim=1).float()
 
     def group_rewards(self, sample_features, extra_features):
-        assert extra_features.shape == (1, 2)
-        return sample_features.double().sum(1) - extra_features[0, 0], {}
+        assert extra_features.shape == (int(self.extras), 2)
+        return sample_features.double().sum(1) - extra_features[:, 0].sum(), {}
 
 
 def batches_of(stream, scorers, steps=2, budget=60):
@@ -65,20 +64,9 @@ def batches_of(stream, scorers, steps=2, budget=60):
     return [ScoringCollator(0, RANKS, **shared)([micro_batch]) for micro_batch in rows]
 
 
-def own_slice(value, rank):
-    """What the dispatcher gives to `rank`: nested dicts of tensors, cut in dim 0."""
-    if isinstance(value, dict):
-        return {key: own_slice(entry, rank) for key, entry in value.items()}
-    return value[rank : rank + 1].clone()
-
-
 def rewarded(sizes, seed=0, **more):
     rng = np.random.default_rng(seed)
     return [{**s, "rewards": {"reward": float(rng.integers(0, 4))}} for s in groups_of(sizes, **more)]
-
-
-def trainer_with(accelerator, scorers, model=None):
-    return LocalTrainer(model or torch.nn.Identity(), scorers, ScoringArgs(), accelerator)
 
 
 def same_as_one_process(accelerator):
@@ -168,12 +156,108 @@ def sharded_failure_ends_the_job(accelerator):
     score_step(trainer_with(accelerator, [LengthScorer(fail_on=1, sharded=True)]), mine)
 
 
+def raised(accelerator, scorers, batches, **args):
+    """The message of the ValueError that score_step raises, which every rank must have."""
+    with pytest.raises(ValueError, match=r"rank") as caught:
+        score_step(trainer_with(accelerator, scorers, **args), batches)
+    return str(caught.value)
+
+
+def ranks_that_disagree(accelerator):
+    """Whatever rank 1 does otherwise is an error on both ranks that says what, and leaves them able to go on."""
+    rank = accelerator.process_index
+    odd = rank == 1
+
+    def mine(scorers=(), **options):
+        return [own_slice(batch, rank) for batch in batches_of(rewarded([5, 3]), list(scorers), **options)]
+
+    batches = mine()
+    message = raised(accelerator, [], batches[:1] if odd else batches)
+    assert "the number of micro-batches must be the same on every rank, got 2 on rank 0, 1 on rank 1" in message
+    message = raised(accelerator, [], batches[::-1] if odd else batches)
+    assert message.startswith("the micro-batches' tokens must be the same on every rank, got [")
+
+    for option, (usual, other) in {
+        "advantage_estimator": ("grpo", "rloo"),
+        "scale_rewards": ("group", "none"),
+        "reward_weights": ([1.0], [2.0]),
+        "mask_truncated_completions": (False, True),
+        "loss_normalization": ("microbatch", "step"),
+    }.items():
+        message = raised(accelerator, [], mine(), **{option: other if odd else usual})
+        got = f"{json.dumps(usual)} on rank 0, {json.dumps(other)} on rank 1"
+        assert message == f"{option} must be the same on every rank, got {got}"
+
+    pair = [LengthScorer(), LengthScorer(name="other")]
+    message = raised(accelerator, pair[::-1] if odd else pair, mine(pair))
+    assert message.startswith("scorers must be the same on every rank, got [")
+    assert 'LengthScorer)"] on rank 0, ["other' in message
+    with pytest.raises(ValueError if odd else RuntimeError, match="got 1 for the 2 of micro-batch 0") as caught:
+        score_step(trainer_with(accelerator, pair[:1] if odd else pair), mine(pair))
+    assert odd or "rank 1 failed while reading the micro-batches: ValueError: scorers must be" in str(caught.value)
+
+    message = raised(accelerator, [], [own_slice(batch, 0) for batch in batches_of(rewarded([5, 3]), [])])
+    assert message == "uid must be unique in a step, got uid 0 on rank 0 (micro-batch 0) and rank 1 (micro-batch 0)"
+
+    class Moody(LengthScorer):
+        def group_rewards(self, sample_features, extra_features):
+            rewards, metrics = super().group_rewards(sample_features, extra_features)
+            return rewards + rank, metrics
+
+    message = raised(accelerator, [Moody()], mine([Moody()]))
+    assert re.fullmatch(
+        r"scorer 'length' must give the same rewards on every rank, got (.+) on rank 0 and (.+) on rank 1 for uid 0",
+        message,
+    )
+    scores = score_step(trainer_with(accelerator, [LengthScorer()]), mine([LengthScorer()]))
+    assert (scores is not None) is (rank == 0)
+
+
+def through_the_dispatcher(accelerator):
+    """What accelerate's dispatcher brings to a rank is its slice of what rank 0 collated, also where that is empty."""
+    rank = accelerator.process_index
+    cases = {
+        "no scorer": (rewarded([5, 3]), []),
+        "no extras": (rewarded([5, 3]), [LengthScorer(extras=False)]),
+        "no own rewards": ([{**s, "rewards": {}} for s in rewarded([5, 3])], [LengthScorer()]),
+        "nothing at all": ([{**s, "rewards": {}} for s in rewarded([2])], []),
+        "several": (rewarded([5, 3]), [LengthScorer(), LengthScorer(name="other", extras=False)]),
+    }
+    for name, (stream, scorers) in cases.items():
+        shared = {"token_budget": 60, "scorers": scorers, "metrics": defaultdict(list)}
+        planner = StepPlanner(stream if rank == 0 else [], num_processes=RANKS, steps=2, samples_per_row=0, **shared)
+        collate = ScoringCollator(0, RANKS, **shared)
+        loader = accelerator.prepare(DataLoader(planner, batch_size=1, collate_fn=collate, num_workers=0))
+        assert isinstance(loader, DataLoaderDispatcher)
+        got, expected = list(loader), batches_of(stream, scorers)
+        assert len(got) == len(expected) == 2
+        for batch, whole in zip(got, expected, strict=True):
+            assert_same_tensors(batch, own_slice(whole, rank), name)
+        scores = score_step(trainer_with(accelerator, scorers), got)
+        if scores is not None:
+            of_one = score_step(LocalTrainer(torch.nn.Identity(), scorers), expected)
+            np.testing.assert_array_equal(scores.rewards, of_one.rewards)
+            np.testing.assert_array_equal(scores.advantages, of_one.advantages)
+
+
+def assert_same_tensors(got, expected, where):
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_same_tensors(got[key], value, f"{where}: {key}")
+        return
+    assert got.dtype == expected.dtype, where
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=where)
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=60))
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[process_group])
-    assert accelerator.num_processes == RANKS
-    for name in sys.argv[1:]:
-        globals()[name](accelerator)
-        print(f"{name}: rank {accelerator.process_index} ok", flush=True)
-    accelerator.end_training()
+    checks = (
+        uneven_gather,
+        same_as_one_process,
+        error_reaches_all_ranks,
+        ranks_that_disagree,
+        through_the_dispatcher,
+        sharded_scorers,
+        sharded_failure_ends_the_job,
+    )
+    run_checks({check.__name__: check for check in checks})

@@ -133,7 +133,7 @@ class LengthScorer:
 
 
 def scored(uid, ids, **more):
-    defaults = {"uid": uid, "rollout_id": uid + 100, "rewards": {}}
+    defaults = {"uid": uid, "group_size": 2, "rollout_id": uid + 100, "rewards": {}}
     return make_sample(ids, **{**defaults, **more})
 
 
@@ -157,6 +157,7 @@ def test_scoring_inputs():
     expected = {
         "uid": [[4, 2], [3, -1]],
         "group": [[7, 0], [9, -1]],
+        "group_size": [[2, 2], [2, -1]],
         "rollout": [[104, 102], [103, -1]],
         "trained_tokens": [[2, 2], [3, 0]],
         "rewards": [[[1.0, nan], [nan, nan]], [[nan, 0.25], [nan, nan]]],

@@ -1,30 +1,17 @@
 """TRL's own compute_loss runs unchanged on what the collator and score_step leave, with treepack's attention."""
 
 from collections import defaultdict
-from types import SimpleNamespace
 
 import pytest
 import torch
-from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
+from support.loss import ExactPolicy, gradient, loss_over_ranks
 from support.models import VOCAB_SIZE, tiny_model
-from support.samples import groups_of, sample
+from support.removals import REMOVED, collated, dropped_before_packing
+from support.samples import groups_of
 from treepack import ScoringCollator, StepPlanner, register_attention, score_step
 from treepack.scoring.trainer import LocalTrainer, ScoringArgs
-
-
-class OneProcess:
-    """accelerate's collectives on one process that stands for `num_processes` ranks, one after the other."""
-
-    def __init__(self, num_processes):
-        self.num_processes = num_processes
-
-    def reduce(self, tensor, reduction):
-        return tensor
-
-    def gather(self, tensor):
-        return tensor
 
 
 @pytest.fixture(scope="module")
@@ -35,32 +22,6 @@ def policy():
     return model
 
 
-def trl_loss(model, batch, grad_accumulation):
-    ranks = len(batch["token_index"])
-    trainer = SimpleNamespace(
-        accelerator=OneProcess(ranks),
-        aux_loss_enabled=False,
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        current_gradient_accumulation_steps=grad_accumulation,
-        _metrics={"train": defaultdict(list)},
-        _step_forward_tokens=0.0,
-        _step_trained_tokens=0.0,
-        _step_seq_len_weighted=0.0,
-        _step_samples=0.0,
-        _step_forward_s=0.0,
-    )
-    rows = [{key: tensor[r : r + 1] for key, tensor in batch.items()} for r in range(ranks)]
-    return sum(AsyncGRPOTrainer.compute_loss(trainer, model, row) for row in rows) / ranks, trainer._metrics["train"]
-
-
-def gradient(model, batches):
-    model.zero_grad()
-    loss = sum(trl_loss(model, batch, len(batches))[0] for batch in batches)
-    loss.backward()
-    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
 def planned(rewards, sizes, *, ranks=2, steps=2, budget=60):
     stream = groups_of(sizes, length=12)
     stream = [
@@ -68,29 +29,35 @@ def planned(rewards, sizes, *, ranks=2, steps=2, budget=60):
         for s, r in zip(stream, rewards, strict=True)
     ]
     shared = {"token_budget": budget, "scorers": [], "metrics": defaultdict(list)}
-    rows = list(StepPlanner(stream, num_processes=ranks, steps=steps, samples_per_row=0, **shared))
-    return [ScoringCollator(0, ranks, **shared)([micro_batch]) for micro_batch in rows], rows
+    planner = StepPlanner(stream, num_processes=ranks, steps=steps, samples_per_row=0, **shared)
+    return [ScoringCollator(0, ranks, **shared)([rows]) for rows in planner]
 
 
-def test_removal_equals_dropping_before_packing(policy):
-    rewards = [0.5, 0.5, 0.5, 0.0, 1.5, 2.0, float("nan"), 3.0, 1.0]
-    batches, rows = planned(rewards, [3, 4, 2], ranks=2, steps=2)
-    scores = score_step(LocalTrainer(policy, [], ScoringArgs()), batches)
-    removed = {int(u) for u, reason in zip(scores.uids, scores.reasons, strict=True) if reason}
-    assert removed == {0, 1, 2, 6}
-    of_uid = dict(zip(scores.uids.tolist(), scores.advantages, strict=True))
-    reference = []
-    for micro_batch in rows:
-        kept = [type(row)() for row in micro_batch]
-        for new, row in zip(kept, micro_batch, strict=True):
-            for s in row.samples:
-                if s["uid"] >= 0 and s["uid"] not in removed:
-                    new.add({k: v for k, v in s.items() if k != "uid"} | {"advantage": of_uid[s["uid"]]})
-            if not new.samples:  # TRL packs no empty row: one that trains nothing stands for it
-                untrained = sample(0, 0, 1, [1]) | {"advantage": 0.0}
-                new.add({k: v for k, v in untrained.items() if k != "uid"})
-        reference.append(ScoringCollator(0, 2)([kept]))
-    want_loss, want = gradient(policy, reference)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masking_after_packing_equals_dropping_before(ranks):
+    """In float64, for advantages rounded alike: what is left is the masking and its normalisation."""
+    register_attention()
+    policy, args = ExactPolicy(), ScoringArgs(mask_truncated_completions=True)
+    batches = collated(VOCAB_SIZE, ranks)
+    counted = [batch["global_n_tokens"].clone() for batch in batches]
+    scores = score_step(LocalTrainer(policy, [], args), batches)
+    assert {int(u) for u, reason in zip(scores.uids, scores.reasons, strict=True) if reason} == REMOVED
+    assert set(scores.reasons) == {"", "truncated", "unscorable", "zero_advantage"}
+    want_loss, want = gradient(policy, dropped_before_packing(VOCAB_SIZE, scores, ranks))
+    got_loss, got = gradient(policy, batches)
+    assert want.dtype == torch.float64
+    assert got_loss == pytest.approx(want_loss, rel=1e-10)
+    assert (got - want).norm() / want.norm() <= 1e-10
+    for batch, tokens in zip(batches, counted, strict=True):
+        batch["global_n_tokens"] = tokens  # masked, but normalised as before
+    assert (gradient(policy, batches)[1] - want).norm() / want.norm() > 0.1
+
+
+def test_masking_equals_dropping_under_trls_own_head(policy):
+    """The same in float32 throughout, on the head that TRL fuses into its policies."""
+    batches = collated(VOCAB_SIZE)
+    scores = score_step(LocalTrainer(policy, [], ScoringArgs(mask_truncated_completions=True)), batches)
+    want_loss, want = gradient(policy, dropped_before_packing(VOCAB_SIZE, scores))
     got_loss, got = gradient(policy, batches)
     assert got_loss == pytest.approx(want_loss, abs=1e-6)
     assert (got - want).norm() / want.norm() <= 1e-5
@@ -100,10 +67,10 @@ def test_removal_equals_dropping_before_packing(policy):
 @pytest.mark.parametrize("rewards", [[0.5] * 3, [0.0, 1.0, 2.0]])
 def test_rows_without_a_loss_term(policy, rewards):
     """Cases 38 and 39: a filler row, and a micro-batch emptied whole, cost a finite zero loss with a graph."""
-    batches, _ = planned(rewards, [3], ranks=2, steps=2)
+    batches = planned(rewards, [3], ranks=2, steps=2)
     score_step(LocalTrainer(policy, [], ScoringArgs()), batches)
     for batch in batches:
-        loss, metrics = trl_loss(policy, batch, len(batches))
+        loss, metrics = loss_over_ranks(policy, batch, len(batches))
         assert torch.isfinite(loss)
         assert loss.requires_grad
         assert all(value == value for name in ("ratio", "kl", "entropy") for value in metrics[name])  # not NaN
@@ -113,9 +80,9 @@ def test_rows_without_a_loss_term(policy, rewards):
 
 
 def test_a_term_that_only_keeps_its_row_alive_is_neutral_in_trls_metrics(policy):
-    batches, _ = planned([0.5] * 3, [3], ranks=1, steps=1)
+    batches = planned([0.5] * 3, [3], ranks=1, steps=1)
     score_step(LocalTrainer(policy, [], ScoringArgs()), batches)
-    loss, metrics = trl_loss(policy, batches[0], 1)
+    loss, metrics = loss_over_ranks(policy, batches[0], 1)
     assert loss == 0.0
     assert metrics["ratio"] == [1.0]
     assert metrics["kl"] == [0.0]
