@@ -23,7 +23,6 @@ def described_step(trainer: ScoringTrainer, batches: Sequence[Mapping[str, Any]]
         batches: this rank's micro-batches, "scoring" still in them.
     """
     args = trainer.args
-    weights = args.reward_weights
     return json.dumps(
         {
             "scorers": [f"{scorer.name} ({type(scorer).__name__})" for scorer in trainer.scorers],
@@ -33,7 +32,7 @@ def described_step(trainer: ScoringTrainer, batches: Sequence[Mapping[str, Any]]
             "the tensors of scorers": [_tensors_of_scorers(batch) for batch in batches],
             "advantage_estimator": args.advantage_estimator,
             "scale_rewards": args.scale_rewards,
-            "reward_weights": dict(weights) if isinstance(weights, Mapping) else weights and [*map(float, weights)],
+            "reward_weights": _weights(args.reward_weights),
             "mask_truncated_completions": bool(args.mask_truncated_completions),
             "loss_normalization": args.loss_normalization,
         }
@@ -55,6 +54,12 @@ def check_same_step(accelerator: ScoringAccelerator, description: str) -> None:
         raise ValueError(
             "; ".join(f"{name} must be the same on every rank, got {_by_rank(of_ranks, name)}" for name in differing)
         )
+
+
+def _weights(weights: Sequence[float] | Mapping[str, float] | None) -> list[float] | dict[str, float] | None:
+    if isinstance(weights, Mapping):
+        return {name: float(weight) for name, weight in weights.items()}
+    return None if weights is None else [float(weight) for weight in weights]
 
 
 def _first_values(batches: Sequence[Mapping[str, Any]], key: str) -> list[float]:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from treepack.scoring.step_tables import Float64, Int64
 from treepack.scoring.token_cost import DENSE_8B_TOKEN_COST
 
 METRIC_PREFIX = "metrics/"
+REFERENCE_COLUMN = "reference_ids"
 _METADATA = b"treepack.step"
 _TEMPORARY = ".tmp"
 
@@ -61,6 +62,7 @@ class RecordedStep:
         rewards: (B, C) float64, NaN = not applicable.
         advantages: (B,) float64.
         reasons: why a sample was not trained, "" where it was (see `StepScores`).
+        references: the reference answer each sample was scored with (see `EBFTScorer`), (m,) int64, or None.
     """
 
     number: int
@@ -74,6 +76,14 @@ class RecordedStep:
     rewards: Float64
     advantages: Float64
     reasons: tuple[str, ...]
+    references: tuple[Int64 | None, ...]
+
+    def samples(self) -> Iterator[Sample]:
+        """The samples as the planner took them."""
+        of_uid = dict(zip(self.rollouts.uid.tolist(), self.references, strict=True))
+        for sample in self.rollouts.samples():
+            reference = of_uid[sample["uid"]]
+            yield sample if reference is None else {**sample, REFERENCE_COLUMN: reference}
 
 
 class StepRecorder:
@@ -87,9 +97,9 @@ class StepRecorder:
 
     A file has a line a sample, in the order in which the planner took them, fillers left out: the columns of a rollout
     file (so that `treepack score` reads it: uid, group_id, rollout_id, input_ids, completion_mask, old_log_probs,
-    finished, `rewards/<name>` of every column, the scorers' included), `metrics/<name>`, and what the step made of it:
-    advantage, micro_batch, rank, trained_tokens, reason. Keys that only a scorer asks for are not kept. A file appears
-    whole or not at all. Numbers go on where those in the folder end.
+    finished, `rewards/<name>` of every column, the scorers' included), `metrics/<name>`, reference_ids where samples
+    have one, and what the step made of it: advantage, micro_batch, rank, trained_tokens, reason. Other keys that only a
+    scorer asks for are not kept. A file appears whole or not at all. Numbers go on where those in the folder end.
 
     Args:
         folder: made if it is not there.
@@ -206,7 +216,17 @@ def read_recorded_step(path: Path) -> RecordedStep:
         rewards=np.stack([rollouts.rewards[name] for name in names], axis=1),
         advantages=np.array(columns["advantage"], np.float64),
         reasons=tuple(reason or "" for reason in columns["reason"]),
+        references=_references(path, len(rollouts)),
     )
+
+
+def _references(path: Path, num_samples: int) -> tuple[Int64 | None, ...]:
+    import pyarrow.parquet as pq
+
+    if REFERENCE_COLUMN not in pq.read_schema(path).names:
+        return (None,) * num_samples
+    column = pq.read_table(path, columns=[REFERENCE_COLUMN])[REFERENCE_COLUMN].to_pylist()
+    return tuple(None if ids is None else np.array(ids, np.int64) for ids in column)
 
 
 def _check_pyarrow() -> None:
@@ -250,6 +270,7 @@ def _table(
             f"{METRIC_PREFIX}{name}": _nullable([sample["metrics"].get(name, np.nan) for sample in samples])
             for name in metrics
         },
+        **_reference_column(samples),
         "advantage": scores.advantages[at],
         "micro_batch": [micro_batch for micro_batch, _ in place],
         "rank": [rank for _, rank in place],
@@ -288,6 +309,17 @@ def _in_planned_order(
         first_rollout[group_id] = min(sample["rollout_id"], first_rollout.get(group_id, sample["rollout_id"]))
     placed.sort(key=lambda entry: (first_rollout[entry[0]["group_id"]], entry[0]["uid"]))
     return [sample for sample, _ in placed], [place for _, place in placed]
+
+
+def _reference_column(samples: Sequence[Sample]) -> dict[str, Any]:
+    """A column of lists, null for a sample without, if any sample has a reference answer."""
+    import pyarrow as pa
+
+    references = [sample.get(REFERENCE_COLUMN) for sample in samples]
+    if all(reference is None for reference in references):
+        return {}
+    lists = [None if reference is None else np.asarray(reference, np.int64) for reference in references]
+    return {REFERENCE_COLUMN: pa.array(lists, pa.large_list(pa.int64()))}
 
 
 def _log_probs(sample: Sample) -> Any:

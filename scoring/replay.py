@@ -14,7 +14,6 @@ from treepack.scoring.models import ScorerKind, TimedScorer, load_scorer, scorer
 from treepack.scoring.open_step import MicroBatch
 from treepack.scoring.planner import StepPlanner
 from treepack.scoring.recorder import RecordedStep, read_recorded_step, recorded_steps
-from treepack.scoring.references import with_references
 from treepack.scoring.step import StepScores, score_step
 from treepack.scoring.trainer import LocalTrainer, ScoringArgs
 
@@ -128,13 +127,13 @@ def _load(recorded: RecordedStep, kind: ScorerKind, model: Path, seed: int) -> T
 
 def _score_again(recorded: RecordedStep, scorer: TimedScorer | None) -> tuple[list[MicroBatch], StepScores | None]:
     """The micro-batches that the planner makes of the samples now, and the scores of the first step of them."""
-    settings, rollouts = recorded.settings, recorded.rollouts
+    settings = recorded.settings
     if scorer is not None:
-        rewards = {name: column for name, column in rollouts.rewards.items() if name != scorer.name}
-        rollouts = replace(rollouts, rewards=rewards)
+        rewards = {name: column for name, column in recorded.rollouts.rewards.items() if name != scorer.name}
+        recorded = replace(recorded, rollouts=replace(recorded.rollouts, rewards=rewards))
     scorers = [] if scorer is None else [scorer]
     planner = StepPlanner(
-        rollouts.samples() if scorer is None else with_references(rollouts.samples()),
+        recorded.samples(),
         num_processes=recorded.ranks,
         steps=recorded.micro_batches,
         token_budget=settings.token_budget,

@@ -90,6 +90,22 @@ def test_groups_are_in_the_order_of_planning(tmp_path):
     assert read_rollouts(path).group_id.tolist() == [3, 3, 7, 7]
 
 
+def test_reference_answers_are_kept(tmp_path):
+    with_one = group(0, [9, 12, 8], first_uid=0, reference_ids=[7, 8, 9])
+    without = group(1, [9, 9], first_uid=3)
+    recorded_run(tmp_path, [*with_one, *without])
+    read = [s for path in recorded_steps(tmp_path).values() for s in read_recorded_step(path).samples()]
+    assert [s["uid"] for s in read] == [0, 1, 2, 3, 4]
+    for s in read[:3]:
+        np.testing.assert_array_equal(s["reference_ids"], np.array([7, 8, 9]))
+        assert s["reference_ids"].dtype == np.int64
+    assert all("reference_ids" not in s for s in read[3:])
+    recorded_run(tmp_path / "none", without)
+    (path,) = recorded_steps(tmp_path / "none").values()
+    assert "reference_ids" not in pq.read_schema(path).names
+    assert read_recorded_step(path).references == (None, None)
+
+
 def test_fillers_are_left_out(tmp_path):
     recorded_run(tmp_path, group(0, [9]), steps=3)
     (path,) = recorded_steps(tmp_path).values()

@@ -17,7 +17,7 @@ from treepack.scoring import commands, score_job
 from treepack.scoring.commands import app
 from treepack.scoring.display import make_display
 from treepack.scoring.errors import OptionError
-from treepack.scoring.recorder import recorded_steps
+from treepack.scoring.recorder import read_recorded_step, recorded_steps
 from treepack.scoring.replay import replay_step
 from treepack.scoring.score_job import score_rollouts
 from treepack.scoring.score_options import ScoreOptions
@@ -95,6 +95,28 @@ def test_the_same_model_gives_the_recorded_rewards(recorded, models, scorer):
     assert report.differences == ()
     assert report.max_reward_difference is not None
     assert report.max_reward_difference <= 1e-5
+
+
+def test_references_are_those_of_the_record(models, tmp_path, monkeypatch):
+    """Not what the rollouts would give: a group's reference answer is its own, or there is none."""
+
+    def with_other_references(samples):
+        for s in samples:
+            yield s if s["group_id"] == 1 else {**s, "reference_ids": [3 + s["group_id"], 5]}
+
+    rollouts = write_rollouts(tmp_path / "rollouts.jsonl", rollout_rows([[1.0, 0.0, 2.0]] * 3, length=24))
+    monkeypatch.setattr(score_job, "with_references", with_other_references)
+    options = {"rollouts": rollouts, "model": models["ebft"], "scorer": "ebft", "token_budget": 100, "record": True}
+    score_rollouts(ScoreOptions(**options, steps=1, out=tmp_path), make_display(quiet=True))
+    monkeypatch.undo()
+    steps = [read_recorded_step(path) for path in recorded_steps(tmp_path / "record").values()]
+    rewards = np.concatenate([step.rewards[:, 1] for step in steps])
+    groups = np.concatenate([step.rollouts.group_id for step in steps])
+    np.testing.assert_array_equal(np.isnan(rewards), groups == 1)
+    for step in steps:
+        report = replay_step(tmp_path / "record", step=step.number, scorer="ebft", model=models["ebft"])
+        assert report.differences == ()
+        assert report.max_reward_difference <= 1e-5
 
 
 def test_another_model_does_not(recorded, models):
