@@ -14,7 +14,7 @@ from treepack.kernels.ops import tree_attention
 from treepack.kernels.plan import PlanMemo, TreePlan, plan_memo
 
 # The second name is the one TRL's AsyncGRPOTrainer puts in the model's config and its compute_loss tests for.
-_NAMES = ("treepack", "tree_fa3")
+ATTENTION_NAMES = ("treepack", "tree_fa3")
 
 # Arguments that some models hand to their attention function and that change its result in a way a tree cannot honour.
 _UNSUPPORTED_OPTIONS = {
@@ -68,7 +68,7 @@ def register_attention(*, backend: Backend | None = None, deterministic: bool = 
     attention: Any = _tree_attention_forward
     if backend is not None or deterministic:
         attention = partial(_tree_attention_forward, tree_backend=backend, tree_deterministic=deterministic)
-    for name in _NAMES:
+    for name in ATTENTION_NAMES:
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, _refuse_mask)
 

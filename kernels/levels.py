@@ -71,7 +71,7 @@ def path_lengths(segments: SegmentTable, window: int | None) -> Ints:
 
 def path_index(segments: SegmentTable, window: int | None) -> Ints:
     """(L,) int64, the packed indices of every segment's path one after the other, in lengths of `path_lengths`."""
-    parents = _parents(segments)
+    parents = segment_parents(segments.start, segments.stop, segments.depth)
     first_depth = segments.depth + segments.stop - segments.start - path_lengths(segments, window)
     owners, members = [], []
     owner = member = np.arange(len(segments))
@@ -97,13 +97,12 @@ def concatenated_ranges(start: Ints, stop: Ints) -> Ints:
     return integers
 
 
-def _parents(segments: SegmentTable) -> Ints:
-    """(S,) index of each segment's parent; of no meaning for roots."""
-    count = len(segments)
-    index = np.arange(count)
+def segment_parents(start: Ints, stop: Ints, depth: Ints) -> Ints:
+    """(S,) int64, index of each segment's parent, -1 for roots; `start`, `stop` and `depth` as in `SegmentTable`."""
+    index = np.arange(len(start))
     # The parent's last token is the latest one above, at the depth before.
-    last_depth = segments.depth + segments.stop - segments.start - 1
-    keys = np.sort(last_depth * count + index)
-    rank = np.searchsorted(keys, (segments.depth - 1) * count + index) - 1
-    parents: Ints = keys[np.maximum(rank, 0)] % count
+    last_depth = depth + stop - start - 1
+    keys = np.sort(last_depth * len(start) + index)
+    rank = np.searchsorted(keys, (depth - 1) * len(start) + index) - 1
+    parents: Ints = np.where(depth > 0, keys[np.maximum(rank, 0)] % len(start), -1)
     return parents

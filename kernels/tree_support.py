@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from treepack.kernels.hybrid import HybridSupport, hybrid_support, outermost_pretrained, text_decoder
+
 # Layers that tree attention with a window along the path gets right, and layers without attention. Any other type
 # mixes tokens in a way of its own.
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "mlp", "moe"})
@@ -20,7 +22,8 @@ def check_tree_support(model: nn.Module) -> None:
     and refuses
       - encoders, encoder-decoders, cross-attention and bidirectional attention;
       - layers that mix tokens in another way than full or sliding-window attention: recurrent, convolutional, linear,
-        chunked or sparse ones (recurrent ones need a recurrence along the tree, which attention is not);
+        chunked or sparse ones, but for those that `prepare_model` made follow the tree. A model that it prepared in
+        mode "chains" is accepted, for rows without shared prefixes;
       - rotary frequencies that depend on the row's longest position (dynamic NTK, longrope), which other samples set;
       - attention that does not go through transformers' AttentionInterface (ALiBi models among them), is not handed
         the caller's arguments, or leaves its sliding window to the mask.
@@ -32,20 +35,15 @@ def check_tree_support(model: nn.Module) -> None:
         NotImplementedError: the model is refused; the message gives every reason found.
         ValueError: `model` contains no transformers model.
     """
-    from transformers import PreTrainedModel
-
-    pretrained = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if pretrained is None:
-        raise ValueError(f"model must contain a transformers PreTrainedModel, got {type(model).__name__}")
-    decoder = pretrained.get_decoder()
-    if not isinstance(decoder, PreTrainedModel):  # some models call their head "decoder"
-        decoder = pretrained
+    pretrained = outermost_pretrained(model)
+    decoder = text_decoder(pretrained)
+    support = hybrid_support(pretrained)
     config = decoder.config.get_text_config(decoder=True)
     reasons = [
         *_config_reasons(pretrained.config, config),
         *_rope_reasons(config, decoder),
-        *_mixing_reasons(config, decoder),
-        *_attention_reasons(config, decoder),
+        *_mixing_reasons(config, decoder, support),
+        *_attention_reasons(config, decoder, support),
     ]
     if reasons:
         raise NotImplementedError(
@@ -76,21 +74,30 @@ def _rope_reasons(config: Any, decoder: nn.Module) -> Iterator[str]:
             yield f"its {rope_type} rope depends on the longest position in the row, hence on other samples"
 
 
-def _mixing_reasons(config: Any, decoder: nn.Module) -> Iterator[str]:
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+def _mixing_reasons(config: Any, decoder: nn.Module, support: HybridSupport | None) -> Iterator[str]:
+    known = _LAYER_TYPES | (support.layer_types if support is not None else set())
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         yield f"its layers of type {', '.join(others)} mix tokens otherwise than full or sliding-window attention"
-    later = "a recurrence along the tree is not implemented yet"
+    if support is not None:  # tree-recurrence has looked for the rest
+        return
+    remedy = "unless prepare_model can make them follow the tree"
     if any(getattr(module, "_is_stateful", False) for module in decoder.modules()):
-        yield f"its recurrent layers would carry state from one sample into the next ({later})"
+        yield f"its recurrent layers would carry state from one sample into the next, {remedy}"
     convolutions = [name for name, module in decoder.named_modules() if isinstance(module, nn.Conv1d)]
     if convolutions:
-        yield f"its convolution {convolutions[0]} would mix neighbours in the row, not in the tree ({later})"
+        yield f"its convolution {convolutions[0]} would mix neighbours in the row, not in the tree, {remedy}"
 
 
-def _attention_reasons(config: Any, decoder: nn.Module) -> Iterator[str]:
+def _attention_reasons(config: Any, decoder: nn.Module, support: HybridSupport | None) -> Iterator[str]:
     attentions = [module for module in decoder.modules() if _mentions(type(module), "ALL_ATTENTION_FUNCTIONS")]
-    if not attentions or not getattr(decoder, "_supports_attention_backend", False):
+    if support is not None and support.layer_types:
+        # Hybrid models lack the flag below, and some have no attention at all.
+        layer_types = set(getattr(config, "layer_types", None) or ())
+        through_interface = bool(attentions) or layer_types <= support.layer_types
+    else:
+        through_interface = bool(attentions) and getattr(decoder, "_supports_attention_backend", False)
+    if not through_interface:
         yield "its attention does not go through transformers' AttentionInterface"
     if any(not getattr(module, "is_causal", True) for module in attentions):
         yield "its attention is bidirectional"

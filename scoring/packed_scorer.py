@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from treepack.kernels.hybrid import hybrid_support
 from treepack.scoring.rows import ScoredRow
 from treepack.scoring.scorer import (
     TrainerScorer,
@@ -27,7 +28,8 @@ class PackedModelScorer(TrainerScorer):
         model: loaded with `attn_implementation="treepack"`, on the device it is to run on; put in eval mode here.
         name: the reward column's name.
         token_budget: unique tokens of one forward; longer rows are split into chunks.
-        share_prefixes: whether sequences of a row share prefixes.
+        share_prefixes: whether sequences of a row share prefixes; they never do in a model that `prepare_model` found
+            to need chains.
         shard: whether `prepare` shards the base model over all ranks with FSDP2.
         with_masks: whether `collate` adds completion masks.
 
@@ -52,7 +54,8 @@ class PackedModelScorer(TrainerScorer):
         self.model = model.eval()
         self.name = name
         self.token_budget = token_budget
-        self.share_prefixes = share_prefixes
+        support = hybrid_support(model)
+        self.share_prefixes = share_prefixes and (support is None or support.shares_prefixes)
         self.sharded = shard
         self.with_masks = with_masks
 

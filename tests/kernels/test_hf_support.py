@@ -45,7 +45,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("jamba", {"num_experts": 2}, _RECURRENT),
     ("bamba", {"num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16}, _RECURRENT),
     ("falcon_h1", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128}, _RECURRENT),
-    ("qwen3_next", {"num_experts": 4, "num_hidden_layers": 4}, "layers of type linear_attention"),
+    ("qwen3_next", {}, "layers of type linear_attention"),
     ("minimax", {"layer_types": ["linear_attention", "full_attention", "full_attention"]}, _OTHER_MIXING),
     (
         "lfm2",

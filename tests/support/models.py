@@ -89,10 +89,65 @@ CAUSAL_LMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_GATED_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,  # shorter than the test sequences, so that states pass from chunk to chunk
+}
+_SHORT_CONV = {"layer_types": ["conv", "full_attention", "conv"]}
+_EXPERTS = {"num_experts": 4, "shared_expert_intermediate_size": 32, **_MOE}
+
+# Models with recurrent layers, which `prepare_model` makes follow the tree.
+HYBRID_LMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", {**_GATED_DELTA_NET, **_EXPERTS}),
+    "qwen3_5_text": ("qwen3_5_text", _GATED_DELTA_NET),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_GATED_DELTA_NET, **_EXPERTS}),
+    "olmo_hybrid": ("olmo_hybrid", _GATED_DELTA_NET),
+    "mamba2": (
+        "mamba2",  # no attention at all
+        {"num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 16, "n_groups": 2, "chunk_size": 8},
+    ),
+    "bamba": ("bamba", {"attn_layer_indices": [1], **_MAMBA2}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 8,
+        },
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            **_MAMBA2,
+        },
+    ),
+    "lfm2": ("lfm2", _SHORT_CONV),
+    "lfm2_moe": ("lfm2_moe", {"num_dense_layers": 1, "num_experts": 4, **_SHORT_CONV, **_MOE}),
+}
+
 
 def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
-    """The configuration of a tiny model of CAUSAL_LMS, or of the bare model type `name`, with `overrides` set."""
-    model_type, settings = CAUSAL_LMS.get(name, (name, {}))
+    """That of a tiny model of CAUSAL_LMS or HYBRID_LMS, or of the bare model type `name`, with `overrides` set."""
+    model_type, settings = {**CAUSAL_LMS, **HYBRID_LMS}.get(name, (name, {}))
     return AutoConfig.for_model(model_type, **{**_COMMON, **settings, **overrides})
 
 
