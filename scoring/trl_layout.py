@@ -46,11 +46,18 @@ _LAYOUT: dict[str, tuple[str, ...]] = {
         "RolloutSample",
         "TrainingSequence",
         "_AsyncRolloutLoop._generate_loop",
+        "_AsyncRolloutLoop._generate_one",
+        "_AsyncRolloutLoop._generate_one_turn",
         "_AsyncRolloutLoop._repeat_iterator",
+        "_AsyncRolloutLoop._retry",
         "_AsyncRolloutLoop._score_group",
+        "Dataset",
+        "get_callable_name",
+        "is_async_callable",
         "is_vllm_available",
     ),
     f"{_HOME}.packing": ("TREE_ATTENTION", "TreeRow", "register_tree_attention"),
+    "trl.chat_template_utils": ("qwen3_chat_template",),
     f"{_HOME}.vllm_client": ("VLLMClient.get_max_model_len", "VLLMClient.wait_for_server_ready"),
 }
 
@@ -91,6 +98,7 @@ check_layout()
 
 import trl.experimental.async_grpo.async_grpo_trainer as trainer_module  # noqa: E402
 import trl.experimental.async_grpo.async_rollout_worker as worker_module  # noqa: E402
+from trl.chat_template_utils import qwen3_chat_template  # noqa: E402
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig  # noqa: E402
 from trl.experimental.async_grpo.async_grpo_trainer import (  # noqa: E402
     AsyncGRPOTrainer,
@@ -118,6 +126,7 @@ __all__ = [
     "WeightTransferProtocol",
     "check_layout",
     "missing_names",
+    "qwen3_chat_template",
     "trainer_module",
     "worker_module",
 ]
