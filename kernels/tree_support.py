@@ -81,7 +81,7 @@ def _mixing_reasons(config: Any, decoder: nn.Module, support: HybridSupport | No
         yield f"its layers of type {', '.join(others)} mix tokens otherwise than full or sliding-window attention"
     if support is not None:  # tree-recurrence has looked for the rest
         return
-    remedy = "unless prepare_model can make them follow the tree"
+    remedy = 'unless prepare_model can make them follow the tree (pip install "treepack[hybrid]")'
     if any(getattr(module, "_is_stateful", False) for module in decoder.modules()):
         yield f"its recurrent layers would carry state from one sample into the next, {remedy}"
     convolutions = [name for name, module in decoder.named_modules() if isinstance(module, nn.Conv1d)]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from treepack.kernels.hf_attention import register_attention
+from treepack.kernels.hybrid import prepare_model
 from treepack.scoring.ebft import EBFTScorer
 from treepack.scoring.errors import ModelError
 from treepack.scoring.log_prob_scorer import LogProbScorer
@@ -43,6 +45,7 @@ class TimedScorer(TrainerScorer):
         self.inner = inner
         self.name = inner.name
         self.sharded = inner.sharded
+        self.rows = inner.rows
         self.wall_s = self.cpu_s = 0.0
         self.on_scored: Callable[[int], None] | None = None
 
@@ -126,6 +129,8 @@ def load_scorer(
     if positions is not None and longest_row > positions:
         notes.append(f"the longest row, {longest_row} tokens, exceeds the model's {positions} positions")
     try:
+        if find_spec("tree_recurrence") is not None:  # without the extra `hybrid` recurrent models are refused
+            prepare_model(model)
         scorer = _scorer(kind, model.requires_grad_(False), token_budget)
     except (NotImplementedError, ValueError) as error:
         raise ModelError(f"{path}: cannot score: {error}") from error

@@ -1,5 +1,6 @@
 """Scorers and planner on models with recurrent layers: as `prepare_model` says, trees or chains."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -23,6 +24,8 @@ from treepack import (
     unpack_sequences,
 )
 from treepack.kernels.hybrid import prepare_model
+from treepack.scoring.errors import ModelError
+from treepack.scoring.models import load_scorer
 
 register_attention()
 
@@ -86,6 +89,18 @@ def test_unprepared_models_are_refused():
     model = tiny_model("lfm2", attn_implementation="treepack")
     with pytest.raises(NotImplementedError, match="unless prepare_model can make them follow the tree"):
         LogProbScorer(model, token_budget=100)
+
+
+def test_the_command_prepares_the_checkpoint_it_loads(tmp_path, monkeypatch):
+    tiny_model("lfm2").save_pretrained(tmp_path)
+    load = {"num_tokens": 100, "longest_row": 40, "token_budget": 60, "seed": 0}
+    loaded = load_scorer("log-prob", tmp_path, **load)
+    expected, _ = score_group(LogProbScorer(prepared("lfm2"), token_budget=60), group_samples())
+    rewards, _ = score_group(loaded.scorer.inner, group_samples())
+    np.testing.assert_array_equal(rewards, expected)
+    monkeypatch.setitem(sys.modules, "tree_recurrence", None)
+    with pytest.raises(ModelError, match=r'cannot score: .*pip install "treepack\[hybrid\]"'):
+        load_scorer("log-prob", tmp_path, **load)
 
 
 @pytest.mark.usefixtures("llama_by_chains")
