@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from treepack.kernels.hybrid import hybrid_support
@@ -69,11 +71,15 @@ class PackedModelScorer(TrainerScorer):
     ) -> tuple[list[dict[str, torch.Tensor]], dict[str, int | float]]:
         """See `TrainerScorer.collate`."""
         return collate_packed(
-            [scored_sequences(row, index) for row in rows],
+            [self.sequences(row, index) for row in rows],
             token_budget=self.token_budget,
             share_prefixes=self.share_prefixes,
             masks=[completion_masks(row, index) for row in rows] if self.with_masks else None,
         )
+
+    def sequences(self, row: ScoredRow, index: int) -> tuple[list[int], list[npt.NDArray[np.int64]]]:
+        """uids and token ids of what is scored on `row`: its samples and this scorer's extras."""
+        return scored_sequences(row, index)
 
     def run_base(self, model_inputs: dict[str, Any]) -> torch.Tensor:
         """Last hidden states (N, hidden size) of a packed row, after the final norm."""

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from treepack.scoring.trainer import ScoringTrainer
 
+RowReward = Literal["last", "mean"]
+
 
 class TrainerScorer(ABC):
     """One reward column computed on the trainer from a group's samples.
@@ -29,10 +31,13 @@ class TrainerScorer(ABC):
         name: the reward column's name, unlike every other column's.
         sharded: whether `features` runs collectives of its own. An error there cannot reach the other ranks, which wait
             in the collective: the failing process then ends.
+        rows: what a rollout of several rows (forks of a conversation) gets: each row its own reward, of which the
+            "last" row's votes in its group, or all of them the "mean" over the rows the scorer applies to.
     """
 
     name: str
     sharded: bool = False
+    rows: RowReward = "last"
 
     def prepare(self, trainer: "ScoringTrainer") -> None:  # noqa: B027 - optional, hence not abstract
         """Called once on every rank before training; shard the scorer's model (`fully_shard`) here."""

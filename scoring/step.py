@@ -196,7 +196,18 @@ def _group_rewards(
     if np.isinf(column).any():
         uid = int(table.uid[np.isinf(column)][0])
         raise ValueError(f"scorer {scorer.name!r} must give finite rewards or NaN, got an infinite one for uid {uid}")
+    if scorer.rows == "mean":
+        column = _mean_over_rows(column, table)
     return column, {name: _mean(np.asarray(values)) for name, values in metrics.items()}
+
+
+def _mean_over_rows(column: Float64, table: SampleTable) -> Float64:
+    """Every row of a rollout with the mean of its rows' rewards; NaN where none of them applies."""
+    of_row, last = last_rows(table.group, table.rollout)
+    known = ~np.isnan(column)
+    count = np.bincount(of_row[known], minlength=len(last))
+    total = np.bincount(of_row[known], column[known], minlength=len(last))
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)[of_row]
 
 
 def _column_weights(

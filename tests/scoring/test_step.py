@@ -287,6 +287,16 @@ def test_rows_of_a_conversation_carry_its_advantage():
     assert scores.metrics["reward"] == pytest.approx(1 / 3)
 
 
+def test_mean_over_the_rows_a_scorer_applies_to():
+    scorer = SumScorer(reward=lambda features: np.array([np.nan, 5.0, 1.0, 3.0, np.nan]))
+    scorer.rows = "mean"
+    stream = [sample(i, 0, 5, [1, 2, 3 + i], rollout_id=r, rewards={}) for i, r in enumerate("xyxxz")]
+    batches, _ = planned_batches(stream, scorers=[scorer])
+    scores = score_step(trainer_with(scorer), batches)
+    np.testing.assert_array_equal(scores.rewards[:, 0], [2.0, 5.0, 2.0, 2.0, np.nan])
+    assert scores.reasons == ("", "", "", "", "unscorable")
+
+
 def test_truncated_stays_in_mean_and_std():
     # case 34: TRL's choice
     stream = [{**s, "finished": s["uid"] != 0} for s in rewarded([3], [1.0, 0.0, 0.0])]
