@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from support.models import WINDOW, sample_sequences, tiny_model
+from support.models import WINDOW, checkpoint_activations, sample_sequences, tiny_model
 from treepack import TreePlan, pack_sequences, register_attention, tree_attention
 from treepack.kernels import hf_attention
 
@@ -106,7 +106,7 @@ class TestOnePlanAForward:
         model = tiny_model("gemma2", attn_implementation="treepack").train()
         for use_reentrant in (False, True):
             plans_built.clear()
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+            checkpoint_activations(model, use_reentrant=use_reentrant)
             logits(model, packed["input_ids"], packed["position_ids"][None]).sum().backward()
             assert plans_built == ["from_position_ids"]
 

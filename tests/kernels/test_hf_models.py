@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from support.models import CAUSAL_LMS, VOCAB_SIZE, randomize, sample_sequences, tiny_model
+from support.models import CAUSAL_LMS, VOCAB_SIZE, checkpoint_activations, randomize, sample_sequences, tiny_model
 from support.packed_runs import (
     FORWARD_ABSOLUTE,
     WRONG_MASK,
@@ -114,7 +114,7 @@ def test_siblings_do_not_see_each_other() -> None:
 def test_gradient_checkpointing(name: str, use_reentrant: bool, packed: dict[str, Tensor]) -> None:
     model = tiny_model(name, attn_implementation="treepack").train()
     expected = gradients(model, run_packed(model, packed))
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    checkpoint_activations(model, use_reentrant=use_reentrant)
     actual = gradients(model, run_packed(model, packed))
     assert actual.keys() == expected.keys()
     for key, gradient in expected.items():

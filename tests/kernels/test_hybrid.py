@@ -13,7 +13,15 @@ import tree_recurrence
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from support.models import HYBRID_LMS, VOCAB_SIZE, randomize, sample_sequences, tiny_config, tiny_model
+from support.models import (
+    HYBRID_LMS,
+    VOCAB_SIZE,
+    checkpoint_activations,
+    randomize,
+    sample_sequences,
+    tiny_config,
+    tiny_model,
+)
 from support.packed_runs import (
     FORWARD_ABSOLUTE,
     WRONG_MASK,
@@ -111,7 +119,7 @@ def test_siblings_do_not_see_each_other(name: str) -> None:
 def test_gradient_checkpointing(name: str, use_reentrant: bool, packed: dict[str, Tensor]) -> None:
     model = prepared(name).train()
     expected = gradients(model, run_packed(model, packed))
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    checkpoint_activations(model, use_reentrant=use_reentrant)
     actual = gradients(model, run_packed(model, packed))
     assert actual.keys() == expected.keys()
     for key, gradient in expected.items():

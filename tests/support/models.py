@@ -189,3 +189,12 @@ def sample_sequences(seed: int = 0) -> list[torch.Tensor]:
         sequences += [torch.cat([prompt, turn, tokens(length)]) for length in (3, 12, 1)]
         sequences += [torch.cat([prompt, tokens(length)]) for length in (8, 2)]
     return [*sequences, sequences[1].clone(), sequences[1][:11]]
+
+
+def checkpoint_activations(model: PreTrainedModel, *, use_reentrant: bool) -> None:
+    """Turn gradient checkpointing on, by the name that this version of transformers has for it."""
+    kwargs = {"use_reentrant": use_reentrant}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
