@@ -24,7 +24,7 @@ from treepack.scoring.scorer import TrainerScorer
 from treepack.scoring.step import StepScores, score_step
 from treepack.scoring.token_cost import token_cost
 from treepack.scoring.trl_config import ScoringGRPOConfig
-from treepack.scoring.trl_init import adapted_construction
+from treepack.scoring.trl_init import adapted_construction, uncountable_flops_are_nan
 from treepack.scoring.trl_layout import AsyncGRPOTrainer
 from treepack.scoring.trl_rollouts import ScoringRolloutWorker
 
@@ -217,6 +217,10 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             self.progress.trained(groups)
             self._trained_groups.update(groups)
             self._scores = None
+
+    def _log_step_metrics(self) -> None:
+        with uncountable_flops_are_nan():
+            super()._log_step_metrics()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.accelerator.is_main_process:

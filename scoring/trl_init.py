@@ -61,6 +61,26 @@ def adapted_construction(*, register: Callable[[], None], make_worker: Callable[
 
 
 @contextmanager
+def uncountable_flops_are_nan() -> Iterator[None]:
+    """Let TRL's step metrics go on without MFU where its FLOPs count does not know the architecture.
+
+    It reads a configuration's `moe_intermediate_size` and the like, which gpt-oss, Mixtral and others have under other
+    names or not at all, also where the result is not used.
+    """
+    count = trainer_module.compute_flops_per_token
+
+    def count_or_nan(config: Any, seq_len: int) -> float:
+        try:
+            flops: float = count(config, seq_len)
+        except AttributeError:
+            return float("nan")
+        return flops
+
+    with _replaced(trainer_module, "compute_flops_per_token", count_or_nan):
+        yield
+
+
+@contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     original = getattr(owner, name)
     setattr(owner, name, value)
