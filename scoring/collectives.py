@@ -12,12 +12,13 @@ from treepack.scoring.trainer import ScoringAccelerator
 logger = logging.getLogger(__name__)
 
 
-def gather_rows(accelerator: ScoringAccelerator, rows: torch.Tensor) -> torch.Tensor:
+def gather_rows(accelerator: ScoringAccelerator, rows: torch.Tensor, what: str = "rows") -> torch.Tensor:
     """All processes' rows, in order of rank, on the CPU of each.
 
     Args:
         accelerator: the trainer's.
         rows: (n, ...), n differing between processes.
+        what: what they are, for the message.
 
     Returns:
         (sum of n, ...), on the CPU.
@@ -30,7 +31,7 @@ def gather_rows(accelerator: ScoringAccelerator, rows: torch.Tensor) -> torch.Te
     shape = torch.tensor([rows.shape], dtype=torch.int64, device=accelerator.device)
     shapes = accelerator.gather(shape).tolist()
     if len({tuple(of_rank[1:]) for of_rank in shapes}) != 1:
-        raise ValueError(f"rows must have one shape on all ranks, got {shapes} by rank")
+        raise ValueError(f"{what} must have one shape on all ranks after dim 0, got {shapes} by rank")
     longest = max(of_rank[0] for of_rank in shapes)
     if longest == 0:
         return rows.cpu()

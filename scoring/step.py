@@ -1,5 +1,6 @@
 """score_step: a step's samples are scored, their advantages written in, and what carries no gradient taken out."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,8 @@ class StepScores:
         trained_tokens: (B,) int64, loss terms left in the step.
         reasons: why a sample is not trained, "" where it is: "truncated" (under mask_truncated_completions),
             "unscorable" (no reward applies), "zero_advantage", "no_trained_token" (an empty completion mask).
-        metrics: TRL's metric families; a (numerator, denominator) pair is a rate.
+        metrics: TRL's metric families; a (numerator, denominator) pair is a rate. What nothing in the step has a finite
+            value for is left out: one NaN would wipe the logging window.
     """
 
     names: tuple[str, ...]
@@ -111,6 +113,7 @@ def score_step(trainer: ScoringTrainer, batches: Sequence[dict[str, Any]]) -> St
         return None
     metrics |= _reward_metrics(names, rewards, reward, table)
     metrics["perf/score_s"] = time.perf_counter() - start
+    metrics = {name: value for name, value in metrics.items() if isinstance(value, tuple) or math.isfinite(value)}
     return StepScores(names, table.uid, table.group, rewards, advantages, trained_tokens, reasons, metrics)
 
 
@@ -300,6 +303,6 @@ def _reward_metrics(names: tuple[str, ...], rewards: Float64, reward: Float64, t
 
 
 def _mean(values: Float64) -> float:
-    """Mean of what is not NaN; NaN where nothing is left."""
-    known = values[~np.isnan(values)]
+    """Mean of the finite values; NaN where there is none."""
+    known = values[np.isfinite(values)]
     return float(known.mean()) if len(known) else float("nan")

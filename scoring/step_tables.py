@@ -116,7 +116,7 @@ class Features:
             ValueError: F differs between ranks, or a sequence has two features.
         """
         uid, order = torch.sort(gather_rows(accelerator, uids))
-        gathered = gather_rows(accelerator, values)
+        gathered = gather_rows(accelerator, values, f"features of scorer {scorer!r}")
         kept = uid != FILLER_UID
         _check_unique(uid[kept].numpy(), f"scorer {scorer!r} must give one feature a sequence")
         return Features(scorer, uid[kept].numpy(), gathered[order[kept]])

@@ -139,6 +139,16 @@ def error_reaches_all_ranks(accelerator):
     if accelerator.process_index == 0:
         assert "rank 1 failed while computing the features of scorer 'length'" in str(caught.value)
 
+    class Reckless(LengthScorer):
+        def group_rewards(self, sample_features, extra_features):
+            return np.zeros(len(sample_features) + accelerator.process_index), {}
+
+    mine = [own_slice(batch, accelerator.process_index) for batch in batches_of(stream, [Reckless()])]
+    with pytest.raises((RuntimeError, ValueError), match=r"must give one reward a sample, got shape \(4,\)") as caught:
+        score_step(trainer_with(accelerator, [Reckless()]), mine)
+    if accelerator.process_index == 0:
+        assert "rank 1 failed while computing the group rewards of scorer 'length'" in str(caught.value)
+
 
 def uneven_gather(accelerator):
     rank = accelerator.process_index
@@ -146,7 +156,9 @@ def uneven_gather(accelerator):
         rows = torch.full((sizes[rank], 2), rank, dtype=torch.int64)
         gathered = gather_rows(accelerator, rows)
         assert gathered[:, 0].tolist() == [0] * sizes[0] + [1] * sizes[1]
-    with pytest.raises(ValueError, match="rows must have one shape on all ranks"):
+    with pytest.raises(
+        ValueError, match=r"rows must have one shape on all ranks after dim 0, got \[\[1, 2\], \[1, 3\]\]"
+    ):
         gather_rows(accelerator, torch.zeros(1, 2 + rank))
 
 
@@ -198,6 +210,14 @@ def ranks_that_disagree(accelerator):
 
     message = raised(accelerator, [], [own_slice(batch, 0) for batch in batches_of(rewarded([5, 3]), [])])
     assert message == "uid must be unique in a step, got uid 0 on rank 0 (micro-batch 0) and rank 1 (micro-batch 0)"
+
+    class Wide(LengthScorer):
+        def features(self, trainer, inputs):
+            uids, features = super().features(trainer, inputs)
+            return uids, features[:, : 1 + odd]
+
+    message = raised(accelerator, [Wide()], mine([Wide()]))
+    assert message.startswith("features of scorer 'length' must have one shape on all ranks after dim 0, got [[")
 
     class Moody(LengthScorer):
         def group_rewards(self, sample_features, extra_features):

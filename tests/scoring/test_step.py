@@ -11,7 +11,7 @@ import torch
 from support.samples import group, groups_of, sample
 from treepack import ScoringCollator, StepPlanner, TrainerScorer, score_step
 from treepack.scoring.scorer import collate_packed, scored_sequences
-from treepack.scoring.trainer import LocalTrainer, ScoringArgs
+from treepack.scoring.trainer import LocalAccelerator, LocalTrainer, ScoringArgs
 
 VOCAB = 1000
 
@@ -336,6 +336,44 @@ def test_training_mode_is_restored_also_after_an_error():
             except RuntimeError:
                 assert scorer.reward is fail
             assert trainer.model.training is mode
+
+
+def test_scorers_run_under_autocast_and_leave_gradients_alone():
+    class Bfloat16Accelerator(LocalAccelerator):
+        def autocast(self):
+            return torch.autocast("cpu", torch.bfloat16)
+
+    class Matmul(SumScorer):
+        def features(self, trainer, inputs):
+            assert torch.is_autocast_enabled("cpu")
+            product = torch.ones(1, 1) @ trainer.model.depth[:1, :1].float()
+            assert product.dtype == torch.bfloat16
+            uids, features = super().features(trainer, inputs)
+            return uids, features + 0 * product
+
+    scorer = Matmul()
+    batches, _ = planned_batches(rewarded([2], [0.0, 1.0]), scorers=[scorer])
+    model = Logits()
+    model.table.grad = torch.full_like(model.table, 0.5)
+    score_step(LocalTrainer(model, [scorer], ScoringArgs(), Bfloat16Accelerator()), batches)
+    assert scorer.calls
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+    assert (model.table.grad == 0.5).all()
+    assert model.depth.grad is None
+
+
+def test_metrics_without_a_number_do_not_wipe_the_window():
+    # case 45 (TRL#4501, #6429)
+    scorer = SumScorer()
+    scorer.group_rewards = lambda features, extras: (np.full(len(features), np.nan), {"sum/odd": float("inf")})
+    batches, _ = planned_batches(rewarded([2], [float("nan")] * 2), scorers=[scorer])
+    scores = score_step(trainer_with(scorer), batches)
+    assert scores.metrics.keys() == {"frac_reward_zero_std", "perf/score_s"}
+    batches, _ = planned_batches(rewarded([2, 2], [1.0, 2.0, float("nan"), float("nan")]))
+    metrics = score_step(trainer_with(), batches).metrics
+    assert (metrics["reward"], metrics["reward_std"], metrics["rewards/reward"]) == (1.5, 0.5, 1.5)
+    assert metrics["frac_reward_zero_std"] == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -86,3 +86,20 @@ def test_a_term_that_only_keeps_its_row_alive_is_neutral_in_trls_metrics(policy)
     assert loss == 0.0
     assert metrics["ratio"] == [1.0]
     assert metrics["kl"] == [0.0]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradients_are_those_without_checkpointing(use_reentrant):
+    # case 46 (AReaL#889)
+    register_attention()
+    model = tiny_model("qwen3", attn_implementation="tree_fa3").train()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    batches = planned([0.0, 1.0, 2.0], [3])
+    score_step(LocalTrainer(model, [], ScoringArgs()), batches)
+    _, want = gradient(model, batches)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    assert model.is_gradient_checkpointing
+    _, got = gradient(model, batches)
+    assert want.any()
+    assert torch.equal(got, want)
