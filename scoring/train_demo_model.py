@@ -1,9 +1,11 @@
-"""The tiny models of `treepack train-demo`, made in memory: a byte tokenizer, and a policy."""
+"""The tiny models of `treepack train-demo`, made in memory: a byte tokenizer, a policy, a judge that knows one text."""
 
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 from treepack.scoring.trl_layout import qwen3_chat_template
@@ -49,6 +51,42 @@ def save_policy(folder: Path, *, seed: int) -> None:
     tokenizer = byte_tokenizer()
     tiny_model(tokenizer, seed=seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def make_prompts(count: int) -> Dataset:
+    """Prompts for the policy: numbers."""
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": str(number)}] for number in range(count)]})
+
+
+def make_judge(
+    tokenizer: PreTrainedTokenizerFast, prompts: Dataset, text: str, *, seed: int, steps: int = 60
+) -> tuple[PreTrainedModel, float]:
+    """A model that has learned to answer every prompt with `text` over and over.
+
+    Returns:
+        The model, with tree attention, and the mean log-probability it gives to a token of such answers, in nats.
+    """
+    student = tiny_model(tokenizer, seed=seed)
+    asked = [
+        tokenizer.apply_chat_template(prompt, return_dict=False, add_generation_prompt=True)
+        for prompt in prompts["prompt"]
+    ]
+    answer = tokenizer.encode(text * 2)
+    length = min(map(len, asked)) + len(answer)
+    ids_BN = torch.tensor([(prompt + answer)[:length] for prompt in asked])
+    optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(seed)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        batch_BN = ids_BN[torch.randint(len(ids_BN), (8,), generator=generator)]
+        logits_BNV = student(input_ids=batch_BN, use_cache=False).logits
+        loss = cross_entropy(logits_BNV[:, :-1].flatten(0, 1), batch_BN[:, 1:].flatten())
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    judge = tiny_model(tokenizer, seed=seed, attention="treepack")
+    judge.load_state_dict(student.state_dict())
+    return judge, -float(loss)
 
 
 def _byte_tokens() -> list[str]:
