@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from treepack.kernels.hf_attention import register_attention
+from treepack.kernels.hybrid import hybrid_support, outermost_pretrained
 from treepack.scoring.collator import ScoringCollator
 from treepack.scoring.collectives import raised_on_all_ranks
 from treepack.scoring.planner import StepPlanner, check_step_capacity
@@ -42,7 +43,8 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
     """TRL's asynchronous GRPO trainer that computes rewards and advantages on the trainer, over packed rows.
 
     Differences from `AsyncGRPOTrainer` (TRL 1.16), all by design:
-        - Policy and scorers run tree attention on every device, models with attention sinks included.
+        - Policy and scorers run tree attention on every device, models with attention sinks included; recurrent
+          layers follow the tree where tree-recurrence is installed (see `prepare_model`).
         - Groups are taken whole: each is planned into one optimizer step, is stale as a whole, and a resume neither
           skips nor repeats one.
         - Samples of zero advantage, without a reward, or (on request) truncated leave the loss and its token count as
@@ -125,6 +127,8 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         """The queue's whole groups, planned into steps on the main process, a micro-batch an item."""
         args, accelerator, metrics = self.args, self.accelerator, self._metrics["train"]
+        support = hybrid_support(outermost_pretrained(self.model))
+        share_prefixes = args.share_prefixes and (support is None or support.shares_prefixes)
         cost = token_cost(accelerator.unwrap_model(self.model).config.get_text_config())
         samples = self._open_queue() if accelerator.is_main_process else ()
         token_budget = args.token_budget or 0  # where it comes from the server, only the main process knows it
@@ -136,7 +140,7 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             samples_per_row=args.per_device_train_batch_size,
             scorers=self.scorers,
             metrics=metrics,
-            share_prefixes=args.share_prefixes,
+            share_prefixes=share_prefixes,
             placement=args.placement,
             token_cost=cost,
             groups_per_step=args.groups_per_step,
@@ -144,7 +148,7 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             progress=self.progress,
         )
         if accelerator.is_main_process and args.record_dir is not None:
-            self._recorder = StepRecorder(args.record_dir, settings=_record_settings(args, cost))
+            self._recorder = StepRecorder(args.record_dir, settings=_record_settings(args, share_prefixes, cost))
         collator = ScoringCollator(
             self.processing_class.pad_token_id,
             accelerator.num_processes,
@@ -278,11 +282,11 @@ def _check_capacity(args: ScoringGRPOConfig, num_processes: int) -> None:
     )
 
 
-def _record_settings(args: ScoringGRPOConfig, cost: float) -> RecordSettings:
+def _record_settings(args: ScoringGRPOConfig, share_prefixes: bool, cost: float) -> RecordSettings:
     return RecordSettings(
         token_budget=args.token_budget,
         samples_per_row=args.per_device_train_batch_size,
-        share_prefixes=args.share_prefixes,
+        share_prefixes=share_prefixes,
         placement=args.placement,
         token_cost=cost,
         estimator=args.advantage_estimator,

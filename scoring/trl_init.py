@@ -5,10 +5,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
 
+from treepack.kernels.hybrid import prepare_model
 from treepack.kernels.tree_support import check_tree_support
 from treepack.scoring.trl_layout import trainer_module
 
@@ -21,13 +23,13 @@ def adapted_construction(*, register: Callable[[], None], make_worker: Callable[
       - `register` runs in place of TRL's `register_tree_attention`;
       - the device's peak FLOPs are asked for on a GPU alone (TRL's probe fails on any other device);
       - `make_worker` makes the rollout worker, where TRL is given none;
-      - the policy is checked with `check_tree_support` as soon as it is loaded. What that lets through and TRL refuses
-        (attention sinks, layer types without attention) is hidden from TRL's own check of the model.
+      - the policy is prepared (`prepare_model`) and checked (`check_tree_support`) as soon as it is loaded. What that
+        lets through and TRL refuses (attention sinks, other layers than attention) is hidden from TRL's own check.
 
     Everything is as before when the context is left, by an error too.
 
     Raises:
-        NotImplementedError: inside, from `check_tree_support`.
+        NotImplementedError: inside, from `prepare_model` or `check_tree_support`.
     """
     probe, load = trainer_module.get_peak_flops_per_device, trainer_module.create_model_from_path
     add_head = trainer_module.add_fused_lm_head
@@ -40,6 +42,8 @@ def adapted_construction(*, register: Callable[[], None], make_worker: Callable[
 
         def load_checked(*args: Any, **kwargs: Any) -> nn.Module:
             model: nn.Module = load(*args, **kwargs)
+            if find_spec("tree_recurrence") is not None:  # without the extra `hybrid` recurrent models are refused
+                prepare_model(model)
             check_tree_support(model)
             hidden.enter_context(_hidden_from_trl(model))
             return model

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import AttentionInterface
 
+from support.models import HYBRID_LMS
 from support.trl_training import QueuedRollouts, losses_of, reset_accelerate, save_policy, scoring_trainer
 from treepack import register_attention
 from treepack.scoring import trl_init
@@ -53,6 +54,26 @@ def test_attention_sinks_train(tmp_path):
 
 
 @pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_recurrent_layers_train_as_if_nothing_were_shared(tmp_path, name):
+    """TRL refuses the models. Whatever leaks from sample to sample in a shared row shows against chains."""
+    model_type, shape = HYBRID_LMS[name]
+    shape = {"num_hidden_layers": 3, **shape}
+    policy = save_policy(tmp_path / "policy", model_type, **shape)
+    losses = {}
+    for share_prefixes in (True, False):
+        more = {"max_steps": 2, "groups_per_step": 2, "token_budget": 128, "share_prefixes": share_prefixes}
+        more["router_aux_loss_coef"] = 0.0  # in a shared row the router's own loss counts a shared token once
+        trainer = scoring_trainer(policy, tmp_path, QueuedRollouts(12), more=more)
+        assert not set(trainer.model.config.layer_types) <= {"full_attention", "sliding_attention"}
+        trainer.train()
+        losses[share_prefixes] = losses_of(trainer)
+        ratio = trainer.state.log_history[0]["batch/packing_ratio"]
+        assert (ratio > 1.2) is share_prefixes
+    assert losses[True] == pytest.approx(losses[False], abs=1e-5)
+
+
+@pytest.mark.usefixtures("untouched")
 def test_a_model_that_packed_rows_are_wrong_for_is_refused_with_the_reason(tmp_path):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     policy = save_policy(tmp_path / "policy", "llama", rope_parameters=rope)
@@ -82,6 +103,7 @@ def test_what_trl_would_refuse_is_hidden_until_its_check_is_over(monkeypatch, la
     model = Model(layer_types)
     names = [name for name, _ in model.named_parameters()]
     heads = []
+    monkeypatch.setattr(trl_init, "prepare_model", lambda model: None)
     monkeypatch.setattr(trl_init, "check_tree_support", lambda model: None)
     monkeypatch.setattr(trainer_module, "create_model_from_path", lambda path: model)
     monkeypatch.setattr(
