@@ -99,7 +99,7 @@ def test_gradients_are_those_without_checkpointing(use_reentrant):
     _, want = gradient(model, batches)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
-    assert model.is_gradient_checkpointing
+    assert model.is_activation_checkpointing
     _, got = gradient(model, batches)
     assert want.any()
     assert torch.equal(got, want)
