@@ -3,32 +3,21 @@
 import json
 import logging
 import os
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from treepack import __version__
+from treepack.scoring.command_errors import ExitCode, fail, is_helper, one_line_errors
 from treepack.scoring.config_file import ConfigOption
 from treepack.scoring.display import make_display
 from treepack.scoring.errors import InputError
+from treepack.scoring.inspect_command import inspect
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-class ExitCode(IntEnum):
-    """The command's exit codes, as `--help` documents them."""
-
-    FAILED = 1
-    BAD_INPUT = 2
-    NOTHING_TO_SCORE = 3
-    DIFFERENT = 4
-    INTERRUPTED = 130
 
 
 class ScorerChoice(StrEnum):
@@ -161,7 +150,7 @@ def score(
       3    every group was dropped
       130  interrupted: what was finished is written, and report.json says so
     """
-    with _one_line_errors(show_traceback), make_display(quiet=_is_helper()) as display:
+    with one_line_errors(show_traceback), make_display(quiet=is_helper()) as display:
         display.phase("loading libraries")
         _quiet_libraries()
         from treepack.scoring.processes import joined_processes
@@ -191,7 +180,7 @@ def score(
                 display,
                 accelerator,
             )
-    if _is_helper():
+    if is_helper():
         return
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
@@ -200,10 +189,10 @@ def score(
 
         print_summary(report, Console(), out)
     if report.interrupted:
-        _fail(f"interrupted after {len(report.steps)} optimizer steps, which are written", ExitCode.INTERRUPTED)
+        fail(f"interrupted after {len(report.steps)} optimizer steps, which are written", ExitCode.INTERRUPTED)
     if not report.steps:
         reasons = ", ".join(f"{reason} {count}" for reason, count in report.not_trained.items())
-        _fail(f"every group was dropped, by reason and samples: {reasons}", ExitCode.NOTHING_TO_SCORE)
+        fail(f"every group was dropped, by reason and samples: {reasons}", ExitCode.NOTHING_TO_SCORE)
 
 
 @app.command()
@@ -236,7 +225,7 @@ def replay(
       4    a sample has another place, reward, advantage or reason
       130  interrupted
     """
-    with _one_line_errors(show_traceback), make_display() as display:
+    with one_line_errors(show_traceback), make_display() as display:
         display.phase("loading libraries")
         _quiet_libraries()
         from treepack.scoring.replay import replay_step
@@ -282,7 +271,7 @@ def doctor(
     else:
         print_findings(findings, Console())
     if not findings.ok:
-        _fail("packed attention differs from separate attention on this machine", ExitCode.FAILED)
+        fail("packed attention differs from separate attention on this machine", ExitCode.FAILED)
 
 
 def _count_shape(shape: str, as_json: bool) -> None:
@@ -291,7 +280,7 @@ def _count_shape(shape: str, as_json: bool) -> None:
     try:
         findings = examine_shape(shape)
     except InputError as error:
-        _fail(str(error), ExitCode.BAD_INPUT)
+        fail(str(error), ExitCode.BAD_INPUT)
     if as_json:
         typer.echo(json.dumps(findings.to_dict(), indent=1))
     else:
@@ -325,7 +314,7 @@ def bench(
       4    a bound was missed
       130  interrupted
     """
-    with _one_line_errors(show_traceback), make_display() as display:
+    with one_line_errors(show_traceback), make_display() as display:
         from treepack.scoring.bench import benchmarks_folder, print_results, run_suites, suite_names
 
         folder = benchmarks_folder()
@@ -339,39 +328,12 @@ def bench(
         )
     print_results(results, Console())
     if any(result.problem and not result.skipped for result in results):
-        _fail("a suite failed", ExitCode.FAILED)
+        fail("a suite failed", ExitCode.FAILED)
     if not smoke and any(result.missed for result in results):
         raise typer.Exit(ExitCode.DIFFERENT)
 
 
-def _is_helper() -> bool:
-    """Whether this is a process of torchrun's other than the first, which alone talks to people."""
-    return os.environ.get("RANK", "0") != "0"
-
-
-def _fail(message: str, code: ExitCode) -> NoReturn:
-    where = f"process {os.environ['RANK']}: " if _is_helper() else ""
-    typer.echo(f"error: {where}{message}", err=True)
-    raise typer.Exit(code)
-
-
-@contextmanager
-def _one_line_errors(show_traceback: bool) -> Iterator[None]:
-    """Turn what goes wrong into a line on stderr and an exit code."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _fail("interrupted", ExitCode.INTERRUPTED)
-    except InputError as error:
-        _fail(_one_line(error), ExitCode.BAD_INPUT)
-    except Exception as error:
-        if show_traceback:
-            traceback.print_exc()
-        _fail(f"{type(error).__name__}: {_one_line(error)} (--traceback shows where)", ExitCode.FAILED)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+app.command()(inspect)
 
 
 def _quiet_libraries() -> None:
