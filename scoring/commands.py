@@ -16,6 +16,7 @@ from treepack.scoring.config_file import ConfigOption
 from treepack.scoring.display import make_display
 from treepack.scoring.errors import InputError
 from treepack.scoring.inspect_command import inspect
+from treepack.scoring.train_demo_command import train_demo
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -334,6 +335,7 @@ def bench(
 
 
 app.command()(inspect)
+app.command()(train_demo)
 
 
 def _quiet_libraries() -> None:
