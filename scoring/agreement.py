@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from treepack.scoring.collectives import gather_rows
+from treepack.scoring.scorer import TrainerScorer
 from treepack.scoring.step_tables import Float64, Int64
 from treepack.scoring.trainer import ScoringAccelerator, ScoringTrainer
 
@@ -25,7 +26,7 @@ def described_step(trainer: ScoringTrainer, batches: Sequence[Mapping[str, Any]]
     args = trainer.args
     return json.dumps(
         {
-            "scorers": [f"{scorer.name} ({type(scorer).__name__})" for scorer in trainer.scorers],
+            "scorers": [_described(scorer) for scorer in trainer.scorers],
             "the number of micro-batches": len(batches),
             "the micro-batches' tokens": _first_values(batches, "global_n_forward_tokens"),
             "the micro-batches' loss terms": _first_values(batches, "global_n_tokens"),
@@ -54,6 +55,11 @@ def check_same_step(accelerator: ScoringAccelerator, description: str) -> None:
         raise ValueError(
             "; ".join(f"{name} must be the same on every rank, got {_by_rank(of_ranks, name)}" for name in differing)
         )
+
+
+def _described(scorer: TrainerScorer) -> str:
+    """A sharded scorer runs collectives that all ranks must take part in."""
+    return f"{scorer.name} ({'sharded ' if scorer.sharded else ''}{type(scorer).__name__})"
 
 
 def _weights(weights: Sequence[float] | Mapping[str, float] | None) -> list[float] | dict[str, float] | None:

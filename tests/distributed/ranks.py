@@ -204,6 +204,8 @@ def ranks_that_disagree(accelerator):
     message = raised(accelerator, pair[::-1] if odd else pair, mine(pair))
     assert message.startswith("scorers must be the same on every rank, got [")
     assert 'LengthScorer)"] on rank 0, ["other' in message
+    message = raised(accelerator, [LengthScorer(sharded=odd)], mine([LengthScorer()]))
+    assert 'got ["length (LengthScorer)"] on rank 0, ["length (sharded LengthScorer)"] on rank 1' in message
     with pytest.raises(ValueError if odd else RuntimeError, match="got 1 for the 2 of micro-batch 0") as caught:
         score_step(trainer_with(accelerator, pair[:1] if odd else pair), mine(pair))
     assert odd or "rank 1 failed while reading the micro-batches: ValueError: scorers must be" in str(caught.value)

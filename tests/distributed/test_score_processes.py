@@ -11,6 +11,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from support.traces import trace_paths
+
 COMMAND = [sys.executable, "-c", "from treepack.scoring.cli import main; main()"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # sums are split alike on both sides
@@ -20,20 +22,26 @@ pytestmark = pytest.mark.slow
 
 SCORERS = ("reward-model", "ebft", "log-prob")
 
-# Every scorer in one start: importing takes longer than scoring. The folder is the argument.
+# Every scorer on every trace in one start: importing takes longer than scoring. The first argument is the folder, the
+# others are the traces.
 JOBS = """
 import sys
 from pathlib import Path
+from treepack.scoring import score_job
 from treepack.scoring.display import make_display
 from treepack.scoring.processes import joined_processes
 from treepack.scoring.score_job import score_rollouts
 from treepack.scoring.score_options import ScoreOptions
 
+for plot in ("plot_tokens", "plot_rows", "plot_tree"):  # a second each
+    setattr(score_job, plot, lambda path, *args: None)
+out, *traces = map(Path, sys.argv[1:])
 with joined_processes() as accelerator:
-    for scorer in ("reward-model", "ebft", "log-prob"):
-        options = dict(ranks=4, steps=1, token_budget=4096, limit_groups=3, limit_rows=5, compare=True, record=True)
-        options = ScoreOptions(scorer=scorer, out=Path(sys.argv[1]) / scorer, **options)
-        score_rollouts(options, make_display(quiet=True), accelerator)
+    for trace in traces:
+        for scorer in ("reward-model", "ebft", "log-prob"):
+            options = dict(ranks=4, steps=1, token_budget=4096, limit_groups=2, limit_rows=6, compare=True, record=True)
+            options = ScoreOptions(rollouts=trace, scorer=scorer, out=out / trace.stem / scorer, **options)
+            score_rollouts(options, make_display(quiet=True), accelerator)
 """
 
 
@@ -57,12 +65,13 @@ def assert_same_files(one, two):
 
 
 def test_two_processes_write_what_one_writes(tmp_path):
+    traces = [path for path in trace_paths() if path.stem in ("rollouts", "game24_samples", "airline_turns")]
     for processes in (1, 2):
-        result = run(sys.executable, "-c", JOBS, tmp_path / str(processes), processes=processes)
+        result = run(sys.executable, "-c", JOBS, tmp_path / str(processes), *traces, processes=processes)
         assert result.returncode == 0, result.stderr[-3000:]
-    for scorer in SCORERS:
-        assert_same_files(tmp_path / "1" / scorer, tmp_path / "2" / scorer)
-        records = [sorted((tmp_path / name / scorer / "record").iterdir()) for name in ("1", "2")]
+    for job in (f"{trace.stem}/{scorer}" for trace in traces for scorer in SCORERS):
+        assert_same_files(tmp_path / "1" / job, tmp_path / "2" / job)
+        records = [sorted((tmp_path / name / job / "record").iterdir()) for name in ("1", "2")]
         assert len(records[0]) > 0
         for one, two in zip(*records, strict=True):
             assert pq.read_table(two).equals(pq.read_table(one))
