@@ -15,6 +15,7 @@ from treepack.scoring.command_errors import ExitCode, fail, is_helper, one_line_
 from treepack.scoring.config_file import ConfigOption
 from treepack.scoring.display import make_display
 from treepack.scoring.errors import InputError
+from treepack.scoring.html_report_command import html_report
 from treepack.scoring.inspect_command import inspect
 from treepack.scoring.train_demo_command import train_demo
 
@@ -336,6 +337,7 @@ def bench(
 
 app.command()(inspect)
 app.command()(train_demo)
+app.command("report")(html_report)
 
 
 def _quiet_libraries() -> None:
