@@ -8,8 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support.loss import ExactPolicy, gradient, trl_loss
 from support.models import VOCAB_SIZE
+from support.rank_checks import RANKS, own_slice, trainer_with
 from support.removals import REMOVED, collated, dropped_before_packing
-from support.two_ranks import RANKS, own_slice, run_checks, trainer_with
+from support.two_ranks import run_checks
 from treepack import register_attention, score_step
 from treepack.scoring.trainer import LocalTrainer, ScoringArgs
 

@@ -1,4 +1,4 @@
-"""What the files that torchrun starts on two ranks share: checks by name, raising on the rank that finds them wrong."""
+"""The main of a file that torchrun starts on two ranks: checks by name, raising on the rank that finds them wrong."""
 
 import sys
 from datetime import timedelta
@@ -7,20 +7,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import InitProcessGroupKwargs
 
-from treepack.scoring.trainer import LocalTrainer, ScoringArgs
-
-RANKS = 2
-
-
-def own_slice(value, rank):
-    """What the dispatcher gives to `rank`: nested dicts of tensors, cut in dim 0."""
-    if isinstance(value, dict):
-        return {key: own_slice(entry, rank) for key, entry in value.items()}
-    return value[rank : rank + 1].clone()
-
-
-def trainer_with(accelerator, scorers, model=None, **args):
-    return LocalTrainer(model or torch.nn.Identity(), scorers, ScoringArgs(**args), accelerator)
+from support.rank_checks import RANKS
 
 
 def run_checks(checks):
