@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import tree_recurrence
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -23,7 +24,6 @@ from support.models import (
     tiny_model,
 )
 from support.packed_runs import (
-    FORWARD_ABSOLUTE,
     WRONG_MASK,
     assert_gradients_close,
     gradients,
@@ -36,6 +36,8 @@ from treepack.kernels.hybrid import hybrid_support, prepare_model
 
 # One model of each way in which tree-recurrence hooks a model.
 FAMILIES = ["qwen3_5_text", "mamba2", "bamba", "lfm2"]
+# Of logits up to 5: states add up in float32 along a path, in chunks that start elsewhere when it is packed.
+FORWARD_ABSOLUTE = 5e-5
 
 register_attention()
 
@@ -318,6 +320,24 @@ def test_wrappers_and_copies() -> None:
     check_tree_support(twin)
     with pytest.raises(ValueError, match="must contain a transformers PreTrainedModel, got Linear"):
         prepare_model(nn.Linear(2, 2))
+
+
+# peft asks for it under its old name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_train_on_packed_rows(sequences: list[Tensor], packed: dict[str, Tensor]) -> None:
+    adapted = []
+    for model in (tiny_model("lfm2"), prepared("lfm2")):
+        lora = LoraConfig(target_modules=["in_proj", "out_proj", "q_proj"], r=4)
+        adapted.append(get_peft_model(model, lora))
+        randomize(adapted[-1])
+    reference, model = adapted
+    check_tree_support(model)
+    expected, actual = run_separate(reference, sequences), run_packed(model, packed)
+    assert actual.difference(expected) <= FORWARD_ABSOLUTE
+    trained = gradients(model, actual)
+    assert trained
+    assert all("lora" in name for name in trained)
+    assert_gradients_close(trained, gradients(reference, expected))
 
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
