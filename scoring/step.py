@@ -282,7 +282,8 @@ def _normalizers(tokens: Float64, normalization: LossNormalization) -> Float64:
 
     TRL's loss divides a micro-batch's sum by it and by the number G of micro-batches. "step" wants the sum over the
     step divided by the step's tokens; "microbatch" a mean over the micro-batches that hold any. The result travels as
-    float32, TRL's dtype: exact where no micro-batch is emptied, else within its rounding.
+    float32, TRL's dtype: exact where no micro-batch is emptied, else within its rounding. TRL takes less than one token
+    a rank for one: what falls below is weighted less.
     """
     if normalization == "step":
         return np.full(len(tokens), tokens.sum() / len(tokens))
