@@ -26,7 +26,7 @@ from treepack.scoring.step import StepScores, score_step
 from treepack.scoring.token_cost import token_cost
 from treepack.scoring.trl_config import ScoringGRPOConfig
 from treepack.scoring.trl_init import adapted_construction, uncountable_flops_are_nan
-from treepack.scoring.trl_layout import AsyncGRPOTrainer
+from treepack.scoring.trl_layout import AsyncGRPOTrainer, worker_module
 from treepack.scoring.trl_rollouts import ScoringRolloutWorker
 
 __all__ = ["PROGRESS_FILE", "ScoringGRPOConfig", "ScoringGRPOTrainer", "ScoringRolloutWorker"]
@@ -69,8 +69,8 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
 
     Raises:
         TypeError: `args` is no `ScoringGRPOConfig`, or a scorer no `TrainerScorer`.
-        ValueError: two scorers share a name, nothing gives a reward, or a group of `num_generations` cannot fit in an
-            optimizer step.
+        ValueError: two scorers, or a scorer and a reward function, share a name; nothing gives a reward; a group of
+            `num_generations` cannot fit in an optimizer step.
         NotImplementedError: the policy would get a packed row wrong (see `check_tree_support`).
     """
 
@@ -270,6 +270,10 @@ def _check_rewards(reward_funcs: Any, scorers: Sequence[TrainerScorer], trl_argu
         raise ValueError(
             "scorers or reward_funcs must be given, got neither, no environment_factory and no rollout_worker"
         )
+    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
+    taken = {worker_module.get_callable_name(function) for function in functions}
+    if both := sorted(taken & {scorer.name for scorer in scorers}):
+        raise ValueError(f"scorers must have other names than reward_funcs, got {both} twice")
 
 
 def _check_capacity(args: ScoringGRPOConfig, num_processes: int) -> None:

@@ -46,6 +46,10 @@ class Logged(TrainerCallback):
         self.lines.append(dict(logs))
 
 
+def length(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
 class Length(TrainerScorer):
     """Reward: minus the sequence's length. Notes what it is asked."""
 
@@ -296,6 +300,10 @@ class TestConstruction:
             scoring_trainer(policy, tmp_path, None, scorers=["length"])
         with pytest.raises(ValueError, match=r"scorers must have names of their own, got \['length', 'length'\]"):
             scoring_trainer(policy, tmp_path, None, scorers=[Length(), Length()])
+        with pytest.raises(
+            ValueError, match=r"other names than reward_funcs, got \['length'\] twice"
+        ):
+            scoring_trainer(policy, tmp_path, None, scorers=[Length()], reward_funcs=[length])
 
     def test_nothing_that_gives_a_reward(self, policy, tmp_path):
         with pytest.raises(ValueError, match="scorers or reward_funcs must be given"):
