@@ -87,7 +87,7 @@ class TreePlan:
             raise ValueError(f"position_ids must hold at most 2^31 - 1 tokens, got {position_ids.shape[0]}")
         positions = position_ids.detach().long()
         _check_depth_first("position_ids", positions)
-        return cls(_subtree_end(positions), positions.int())
+        return _plan_of(positions)
 
     @classmethod
     def from_cu_seqlens(cls, tree_cu_seqlens_q: Tensor, tree_cu_seqlens_k: Tensor) -> "TreePlan":
@@ -124,7 +124,7 @@ class TreePlan:
         shift = torch.repeat_interleave(first_depth - starts[:-1], lengths, output_size=num_tokens)
         positions = torch.arange(num_tokens, device=starts.device) + shift
         _check_depth_first("the depths that tree_cu_seqlens_q and tree_cu_seqlens_k imply", positions)
-        return cls(_subtree_end(positions), positions.int())
+        return _plan_of(positions)
 
     @property
     def num_tokens(self) -> int:
@@ -179,24 +179,31 @@ class PlanMemo:
     """Values derived from a plan's tensors, each valid only while that very tensor lives unmodified.
 
     The custom ops receive a plan's tensors and not the plan, so this is where a schedule survives from one layer to
-    the next. Keys are held weakly and checked by version, hence nothing can go stale.
+    the next. Keys are held weakly and checked by version (inference tensors, which have none, by content), hence
+    nothing can go stale.
     """
 
     def __init__(self) -> None:
         self._entries: Any = WeakTensorKeyDictionary()
 
     def get(self, tensor: Tensor, key: Hashable, build: Callable[[], T]) -> T:
-        """Return the value kept for `tensor` under `key`, built by `build` when it is not there."""
-        if tensor.is_inference():  # These carry no version, so a change in place would go unseen.
-            return build()
-        version, values = self._entries.get(tensor, (None, None))
-        if version != tensor._version:
+        """Return the value kept for `tensor` under `key`, built by `build` when it is not there.
+
+        What is built under `torch.inference_mode` serves outside of it as well.
+        """
+        state, values = self._entries.get(tensor, (None, None))
+        if values is None or not _is_unmodified(tensor, state):
             values = {}
-            self._entries[tensor] = (tensor._version, values)
+            self._entries[tensor] = (tensor.clone() if tensor.is_inference() else tensor._version, values)
         if key not in values:
-            values[key] = build()
+            with torch.inference_mode(False):
+                values[key] = build()
         value: T = values[key]
         return value
+
+
+def _is_unmodified(tensor: Tensor, state: Tensor | int) -> bool:
+    return torch.equal(tensor, state) if isinstance(state, Tensor) else tensor._version == state
 
 
 plan_memo = PlanMemo()
@@ -215,6 +222,12 @@ def _segment_table(subtree_end: Tensor, depth: Tensor) -> SegmentTable:
     start = np.flatnonzero(begins)
     stop = np.append(start[1:], num_tokens)[: len(start)]
     return SegmentTable(start, stop, end[start].astype(np.int64), level[start].astype(np.int64))
+
+
+def _plan_of(positions: Tensor) -> TreePlan:
+    # One plan serves all layers and passes, and what `PlanMemo` keeps of it is cheap to check for ordinary tensors.
+    with torch.inference_mode(False):
+        return TreePlan(_subtree_end(positions), positions.int())
 
 
 def _subtree_end(positions: Tensor) -> Tensor:

@@ -165,8 +165,8 @@ class TestOnePlanAForward:
         assert not torch.equal(expected[1], expected[2])
         assert all(torch.equal(result, expected[i % 3]) for i, result in enumerate(results))
 
-    def test_inference_tensors(self) -> None:
-        """They count no writes, so that their plan is not kept."""
+    def test_inference_tensors(self, plans_built: list[str]) -> None:
+        """They count no writes: their plan is kept while they hold what it was built from."""
         model = tiny_model("llama", attn_implementation="treepack")
         ids = sample_sequences()[0][:TOKENS]
         with torch.inference_mode():
@@ -174,6 +174,7 @@ class TestOnePlanAForward:
             before = logits(model, ids, buffer)
             buffer.copy_(torch.tensor([[0, 1, 2, 1, 2, 3]]))
             after = logits(model, ids, buffer)
+        assert len(plans_built) == 2
         with torch.no_grad():
             expected = logits(model, ids, torch.tensor([[0, 1, 2, 1, 2, 3]]))
         assert torch.equal(after, expected)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from support.forests import FORESTS, comb, group, make_inputs, positions_of
@@ -180,6 +181,37 @@ def test_autocast_casts_as_for_torchs_own_attention() -> None:
         found = tree_attention(q, k.bfloat16(), v, position_ids=POSITIONS)
     assert torch.equal(found, expected)
     assert torch.autograd.grad(found.sum(), q)[0].dtype == torch.float32
+
+
+def test_autocast_leaves_double_precision_alone() -> None:
+    q, k, v, _ = draw(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tree_attention(q, k, v, position_ids=POSITIONS).dtype == torch.float64
+
+
+def test_autocast_of_fake_tensors() -> None:
+    with FakeTensorMode() as mode, torch.autocast("cpu", torch.bfloat16):
+        q, k, v, sinks = (mode.from_tensor(t.detach()).requires_grad_() for t in draw())
+        out, lse = tree_attention(q, k, v, position_ids=mode.from_tensor(POSITIONS), sinks=sinks, return_lse=True)
+        grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, sinks))
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert [(g.dtype, g.shape) for g in grads] == [(torch.float32, t.shape) for t in (q, k, v, sinks)]
+
+
+def test_autocast_of_a_compiled_function() -> None:
+    q, k, v, sinks = draw()
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return tree_attention(q, k, v, position_ids=POSITIONS, sinks=sinks)
+
+    expected = layer(q, k, v, sinks)
+    found = torch.compile(layer, backend="aot_eager", fullgraph=True)(q, k, v, sinks)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    for one, other in zip(*(torch.autograd.grad(out.float().sum(), (q, k, v, sinks)) for out in (found, expected))):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
 
 
 def test_a_plan_changed_in_place_is_read_anew() -> None:

@@ -1,4 +1,5 @@
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,8 +8,10 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from support.forests import FORESTS, forests, positions_of
+from treepack.kernels import plan as plan_module
 from treepack.kernels.plan import PlanMemo, TreePlan
 from treepack.kernels.reference import visible_pairs
+from treepack.kernels.schedule import build_schedule
 
 on_many_forests = settings(max_examples=100)
 
@@ -179,11 +182,46 @@ def test_memo_forgets_a_tensor_that_died() -> None:
     assert len(memo._entries) == 0
 
 
-def test_memo_does_not_trust_tensors_without_a_version() -> None:
+def test_memo_compares_tensors_without_a_version() -> None:
     memo, build = PlanMemo(), Counter()
     with torch.inference_mode():
         key = torch.arange(4)
-        assert [memo.get(key, "a", build) for _ in range(2)] == [1, 2]
+        assert [memo.get(key, "a", build) for _ in range(2)] == [1, 1]
+        key[2] = 7
+        assert [memo.get(key, "a", build) for _ in range(2)] == [2, 2]
+    assert memo.get(key, "a", build) == 2
+
+
+def test_memo_keeps_ordinary_tensors_under_inference_mode() -> None:
+    memo, key = PlanMemo(), torch.arange(4)
+    with torch.inference_mode():
+        kept = memo.get(key, "a", lambda: key + 1)
+    assert not kept.is_inference()
+    assert memo.get(key, "a", lambda: key + 2) is kept
+
+
+@pytest.mark.parametrize("built", ["before", "under inference mode", "from boundaries"])
+def test_one_schedule_serves_all_layers_under_inference_mode(built: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    builds = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        builds.append(options["window"])
+        return build_schedule(*args, **options)
+
+    monkeypatch.setattr(plan_module, "build_schedule", counted)
+    position_ids = torch.tensor([0, 1, 2, 1, 2, 0])
+    with torch.inference_mode(built != "before"):
+        if built == "from boundaries":
+            plan = TreePlan.from_cu_seqlens(torch.tensor([0, 1, 3, 5, 6]), torch.tensor([0, 1, 4, 7, 8]))
+        else:
+            plan = TreePlan.from_position_ids(position_ids.clone())
+    with torch.inference_mode():
+        for window in (None, 3, None, 3, None):
+            # As a layer has it: the ops hand on the plan's tensors.
+            schedule = TreePlan(plan.subtree_end, plan.depth).schedule(16, 16, window)
+    assert builds == [None, 3]
+    assert schedule is plan.schedule(16, 16)
+    assert len(builds) == 2
 
 
 def test_a_plan_computes_its_segments_once() -> None:
