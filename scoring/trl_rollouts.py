@@ -18,6 +18,7 @@ from itertools import count
 from numbers import Real
 from typing import Any
 
+from treepack.scoring.child_queue import ChildQueue
 from treepack.scoring.progress import IdRanges
 from treepack.scoring.queue import GroupShrunk
 from treepack.scoring.trl_layout import (
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 REPORT_S = 5.0
 """How long the parent waits for a failed child's own words, in seconds."""
+
+METRICS_MAXSIZE = 4096
+"""Metrics that wait for the trainer at most, as in TRL's worker; the child drops what is more."""
 
 FULL_QUEUE_POLL_S = 0.1
 """How often a child that is held back by a full queue looks for room, in seconds."""
@@ -205,7 +209,8 @@ class ScoringRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         - Group ids go on across resumes: group g is made from prompt g modulo the dataset's length, and groups that
           `skip_consumed` named are not generated again.
         - What a reward function returns is checked, and an error names the function.
-        - `check_health` tells at once that the child is gone. The child ends with its parent, however that ends.
+        - `check_health` tells at once that the child is gone, also when it was killed in the middle of a row. The child
+          ends with its parent, however that ends.
 
     Args:
         sample_columns: dataset columns that scorers read, carried to `ScoringSample.columns`.
@@ -249,6 +254,8 @@ class ScoringRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
                 max_failures=max_failures,
                 **loop_kwargs,
             )
+        self.rollout_buffer = ChildQueue(self._loop_kwargs["queue_maxsize"], ctx=self._mp_ctx)
+        self.metrics_queue = ChildQueue(METRICS_MAXSIZE, ctx=self._mp_ctx)
         self._skipped: tuple[int, tuple[int, ...]] | None = None
         self._failure: RuntimeError | None = None
 
@@ -268,6 +275,8 @@ class ScoringRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
             self._loop_kwargs["dataset_start_index"] = 0 if streamed else watermark
             self._loop_kwargs["consumed"] = [(0, watermark), *((group, group + 1) for group in past_watermark)]
         super().start()
+        self.rollout_buffer.close_writing_end()
+        self.metrics_queue.close_writing_end()
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise if the child failed, is gone, or has not shown a sign of life for `stale_after_s` seconds.
