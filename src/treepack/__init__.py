@@ -12,6 +12,7 @@ from treepack._version import __version__
 if TYPE_CHECKING:
     from treepack.kernels.gather import gather_positions
     from treepack.kernels.hf_attention import register_attention
+    from treepack.kernels.hybrid import prepare_model
     from treepack.kernels.ops import tree_attention
     from treepack.kernels.plan import TreePlan
     from treepack.kernels.tree_support import check_tree_support
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from treepack.scoring.ebft import EBFTScorer
     from treepack.scoring.log_prob_scorer import LogProbScorer
     from treepack.scoring.log_probs import token_log_probs
+    from treepack.scoring.metrics_callback import MetricsCallback
     from treepack.scoring.planner import StepPlanner, check_step_capacity
     from treepack.scoring.progress import GroupProgress
     from treepack.scoring.queue import GroupedQueue, GroupShrunk
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "kernels.gather": ("gather_positions",),
     "kernels.hf_attention": ("register_attention",),
+    "kernels.hybrid": ("prepare_model",),
     "kernels.ops": ("tree_attention",),
     "kernels.plan": ("TreePlan",),
     "kernels.tree_support": ("check_tree_support",),
@@ -42,6 +45,7 @@ _HOMES = {
     "scoring.ebft": ("EBFTScorer",),
     "scoring.log_prob_scorer": ("LogProbScorer",),
     "scoring.log_probs": ("token_log_probs",),
+    "scoring.metrics_callback": ("MetricsCallback",),
     "scoring.planner": ("StepPlanner", "check_step_capacity"),
     "scoring.progress": ("GroupProgress",),
     "scoring.queue": ("GroupShrunk", "GroupedQueue"),
@@ -61,6 +65,7 @@ __all__ = [
     "GroupShrunk",
     "GroupedQueue",
     "LogProbScorer",
+    "MetricsCallback",
     "RecordSettings",
     "RewardModelScorer",
     "ScoredRow",
@@ -79,6 +84,7 @@ __all__ = [
     "gather_positions",
     "group_advantages",
     "pack_sequences",
+    "prepare_model",
     "register_attention",
     "score_step",
     "token_cost",
