@@ -1,11 +1,11 @@
 """What breaks sharing: the places where rows part, by what parts them, ranked by the tokens that are computed again."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.scoring.inspect_kinds import Cause, Example, Kind, Parting, cause_of
+from treepack.scoring.inspect_kinds import GRAM, Cause, Example, Kind, Parting, cause_of
 from treepack.scoring.inspect_rows import Fork, Ints, SortedRows
 from treepack.scoring.inspect_text import Decode
 
@@ -17,9 +17,10 @@ class Divergence:
     Attributes:
         kind: what it is (see `inspect_kinds.TITLES`).
         tokens: tokens that are computed again behind it, though the row beside holds them behind it too: what sharing
-            stands to gain at most. Sampled tokens count only where a history differs.
-        places: forks of the prefix tree that it makes.
-        within_groups: how many of these part rows of one group; the others part groups.
+            stands to gain. Where no history differs, these are tokens of the prompt alone.
+        tokens_within_groups: those that groups by themselves would share; the others, groups on one row.
+        places: forks that it makes in the prefix trees of the groups, and between groups.
+        places_within_groups: the former.
         groups: groups that it touches.
         depth: index in the row of the first token that differs, at its earliest.
         uids: the two rows of the example, the place that costs most.
@@ -28,8 +29,9 @@ class Divergence:
 
     kind: Kind
     tokens: int
+    tokens_within_groups: int
     places: int
-    within_groups: int
+    places_within_groups: int
     groups: int
     depth: int
     uids: tuple[int, int]
@@ -44,7 +46,7 @@ class Divergences:
         causes: the divergences that cost tokens, the costliest first, earlier ones first among equals; "text", which is
             hardly an accident, comes last.
         sampled: forks where rollouts go their own ways, which is what a group is for.
-        free: other forks behind which nothing is computed again.
+        free: other forks behind which fewer tokens than an n-gram has are computed again.
     """
 
     causes: tuple[Divergence, ...]
@@ -65,7 +67,7 @@ class _Found:
 
 
 def find_divergences(rows: SortedRows, decode: Decode | None = None) -> Divergences:
-    """Examine every fork of the rows' prefix tree.
+    """Examine every fork of the prefix trees: of each group by itself, and, of all rows, where groups part.
 
     Args:
         rows: the sorted rows.
@@ -73,12 +75,12 @@ def find_divergences(rows: SortedRows, decode: Decode | None = None) -> Divergen
     """
     by_cause: dict[tuple[Kind, str], list[_Found]] = {}
     sampled = free = 0
-    for fork in rows.forks():
-        history = _is_history(rows, fork)
+    for forked, fork in _forks(rows):
+        history = _is_history(forked, fork)
         if history is None:
             sampled += 1
             continue
-        found = _examine(rows, fork, decode, history=history)
+        found = _examine(forked, fork, decode, history=history)
         if found is None:
             free += 1
         else:
@@ -87,6 +89,12 @@ def find_divergences(rows: SortedRows, decode: Decode | None = None) -> Divergen
         map(_gather, by_cause.values()), key=lambda cause: (cause.kind == "text", -cause.tokens, cause.depth)
     )
     return Divergences(tuple(causes), sampled, free)
+
+
+def _forks(rows: SortedRows) -> Iterator[tuple[SortedRows, Fork]]:
+    for group in rows.by_group().values():
+        yield from ((group, fork) for fork in group.forks())
+    yield from ((rows, fork) for fork in rows.forks() if not _overlap(rows.groups, fork))
 
 
 def _is_history(rows: SortedRows, fork: Fork) -> bool | None:
@@ -111,17 +119,17 @@ def _overlap(values: Ints, fork: Fork) -> bool:
 
 
 def _examine(rows: SortedRows, fork: Fork, decode: Decode | None, *, history: bool) -> _Found | None:
-    """What the fork costs, and why it is there; None where nothing is repeated behind it."""
+    """What the fork costs, and why it is there; None where hardly anything is repeated behind it."""
     costs = {pair: _repeated(rows, *pair, fork.depth, history=history) for pair in _pairs(rows, fork, history=history)}
     tokens = sum(costs.values())
-    if not tokens:
+    if tokens < GRAM:
         return None
     left, right = max(costs, key=costs.__getitem__)
     parting = Parting(rows.ids(left), rows.ids(right), fork.depth)
     return _Found(
         cause=cause_of(parting, decode, history=history),
         tokens=tokens,
-        within=_overlap(rows.groups, fork),
+        within=bool(rows.groups[left] == rows.groups[right]),
         groups=frozenset({int(rows.groups[left]), int(rows.groups[right])}),
         depth=fork.depth,
         uids=(int(rows.rollouts.uid[rows.order[left]]), int(rows.rollouts.uid[rows.order[right]])),
@@ -141,9 +149,13 @@ def _pairs(rows: SortedRows, fork: Fork, *, history: bool) -> list[tuple[int, in
 
 
 def _repeated(rows: SortedRows, left: int, right: int, depth: int, *, history: bool) -> int:
-    """Tokens of the right row behind the fork that the left row holds there too."""
+    """Tokens of the right row behind the fork that the left row holds there too.
+
+    Unless histories differ, only what stands before its rollout's first sampled token: from there on rollouts go their
+    own ways, whatever stands before.
+    """
     repeated = Parting(rows.ids(left), rows.ids(right), depth).repeated
-    return int(np.count_nonzero(repeated if history else repeated & (rows.mask(right) == 0)))
+    return int(np.count_nonzero(repeated if history else repeated[: rows.begun[right]]))
 
 
 def _gather(found: Iterable[_Found]) -> Divergence:
@@ -153,8 +165,9 @@ def _gather(found: Iterable[_Found]) -> Divergence:
     return Divergence(
         kind=costliest.cause.kind,
         tokens=sum(fork.tokens for fork in forks),
+        tokens_within_groups=sum(fork.tokens for fork in forks if fork.within),
         places=len(forks),
-        within_groups=sum(fork.within for fork in forks),
+        places_within_groups=sum(fork.within for fork in forks),
         groups=len(frozenset().union(*(fork.groups for fork in forks))),
         depth=min(fork.depth for fork in forks),
         uids=costliest.uids,

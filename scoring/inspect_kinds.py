@@ -43,8 +43,9 @@ ADVICE: dict[Kind, str] = {
 GRAM = 8
 SEARCHED = 512  # tokens in which two rows may find together again
 SHORT = 48  # tokens around a value, such as a date
+NAME = 12  # characters before a value that tell which one it is
 CONTEXT = 24  # tokens shown on either side
-LONG = 32  # tokens of a part that rows should have shared
+LONG = 64  # tokens of a part that rows should have shared
 REORDERED = 4  # tokens that must be the same ones in another order, where the rows meet again behind them
 SAME_TEXT = 8  # characters that must go on alike behind tokens that differ
 
@@ -134,12 +135,12 @@ class Parting:
         return self.gaps is not None and max(self.gaps) <= SHORT
 
     def meets_for_long(self) -> bool:
-        """Whether the rows then agree on most of what is repeated at one stretch."""
+        """Whether the rows then agree on much, or on most of what is repeated, at one stretch."""
         if self.gaps is None:
             return False
         left, right = (row[self.depth + gap :] for row, gap in zip((self.left, self.right), self.gaps))
         agreed = common_prefix(left, right)
-        return agreed >= LONG and 2 * agreed >= int(np.count_nonzero(self.repeated))
+        return agreed >= LONG or (agreed >= 2 * GRAM and 2 * agreed >= int(np.count_nonzero(self.repeated)))
 
     def is_reordered(self) -> bool:
         """Whether what each row holds here is found further on in the other."""
@@ -202,7 +203,8 @@ def _value(parting: Parting, decode: Decode) -> Cause | None:
         if kind == "id" and not all(len(match[0]) > 3 and re.search(r"\d", match[0]) for match in (found, other)):
             continue
         before = left[: found.start()]
-        return Cause(kind, before[-CONTEXT:], Example(before, found[0], other[0], left[found.end() :]))
+        place = re.sub(r"\d", "0", before[-NAME:])  # other values may stand before it
+        return Cause(kind, place, Example(before, found[0], other[0], left[found.end() :]))
     return None
 
 

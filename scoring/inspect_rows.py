@@ -60,8 +60,12 @@ class SortedRows:
         """The rows of each group, sorted, by group_id, in order of first appearance in the file."""
         by_group = np.argsort(self.groups, kind="stable")
         starts = np.flatnonzero(np.diff(self.groups[by_group])) + 1
-        orders = sorted((self.order[places] for places in np.split(by_group, starts)), key=lambda order: order.min())
-        return {int(self.rollouts.group_id[order[0]]): type(self)(self.rollouts, order) for order in orders}
+        groups = []
+        for places in np.split(by_group, starts):
+            group = type(self)(self.rollouts, self.order[places])
+            group.trajectories, group.begun = self.trajectories[places], self.begun[places]
+            groups.append(group)
+        return {int(group.groups[0]): group for group in sorted(groups, key=lambda group: int(group.order.min()))}
 
     def __len__(self) -> int:
         return len(self.order)

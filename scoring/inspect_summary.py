@@ -75,16 +75,18 @@ def _print_divergences(found: Inspection, console: Console, top: int) -> None:
 
 
 def _print_cause(number: int, cause: Divergence, found: Inspection, console: Console) -> None:
-    share = 100 * cause.tokens / found.within_groups.tokens
+    within, between = cause.tokens_within_groups, cause.tokens - cause.tokens_within_groups
+    share = 100 * within / found.within_groups.tokens
     console.print(
-        f"{number}. [bold]{TITLES[cause.kind]}[/bold]: {cause.tokens:,} tokens again, {share:.1f} % of those forwarded",
+        f"{number}. [bold]{TITLES[cause.kind]}[/bold]: {cause.tokens:,} tokens again, {within:,} within groups "
+        f"({share:.1f} % of theirs), {between:,} between them",
         highlight=False,
         soft_wrap=True,
     )
-    scope = f"{cause.within_groups:,} within a group, {cause.places - cause.within_groups:,} between groups"
+    others = cause.places - cause.places_within_groups
     console.print(
-        f"   from token {cause.depth:,} on; {cause.places:,} forks ({scope}) in {cause.groups:,} groups, such as of "
-        f"uid {cause.uids[0]} and {cause.uids[1]}:",
+        f"   from token {cause.depth:,} on; forks: {cause.places_within_groups:,} within groups, {others:,} between; "
+        f"{cause.groups:,} groups; such as uid {cause.uids[0]} and {cause.uids[1]}:",
         highlight=False,
         soft_wrap=True,
     )

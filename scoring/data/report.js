@@ -7,6 +7,8 @@ const byId = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en", { maximumFractionDigits: 4 });
 const PAGE = 25;
 const LISTED = 12;
+const LEVELS = 12;
+const FLAT = { l: 8, r: 12, t: 8, b: 8 };
 const IDS = new Set(["uid", "group_id", "rollout_id", "step", "micro_batch", "rank"]);
 const LABELS = {
   micro_batch: "micro-batch", group_id: "group", rollout_id: "rollout", raw_tokens: "raw tokens", tokens: "forwarded",
@@ -75,7 +77,7 @@ function drawSteps() {
     barmode: "group", bargap: 0.25, hovermode: "x unified",
     xaxis: { title: { text: "optimizer step" }, anchor: "y2", ...(steps.step.length < 25 ? { dtick: 1 } : {}) },
     yaxis: { title: { text: "tokens" }, domain: [0.42, 1] },
-    yaxis2: { title: { text: "per sample" }, domain: [0, 0.34] },
+    yaxis2: { title: { text: "per sample" }, domain: [0, 0.34], rangemode: "tozero" },
   }, caption);
 }
 
@@ -106,7 +108,7 @@ function drawBalance() {
     colorbar: { thickness: 12, tickformat: ".0%", outlinewidth: 0 },
   }], {
     xaxis: { title: { text: "step . micro-batch" }, type: "category", showgrid: false },
-    yaxis: { title: { text: "rank" }, dtick: 1, autorange: "reversed", showgrid: false, tickformat: "d" },
+    yaxis: { title: { text: "rank" }, dtick: 1, autorange: "reversed", showgrid: false, tickformat: "d" }, margin: FLAT,
   }, caption);
 }
 
@@ -124,7 +126,7 @@ function drawHistogram(id, histogram, title, color) {
     type: "bar", x: few ? centers.map(show) : centers, y: counts, ...(few ? {} : { width }), marker: { color: css(color) },
   }], {
     bargap: few ? 0.3 : 0.02, xaxis: { title: { text: plain(title) }, type: few ? "category" : "linear" },
-    yaxis: { title: { text: "samples" } },
+    yaxis: { title: { text: "samples" } }, margin: FLAT,
   }, `${title}: ${caption}`);
 }
 
@@ -137,7 +139,10 @@ function drawReasons() {
     type: "bar", orientation: "h", x: reasons.map((reason) => reason[1]), y: reasons.map((reason) => plain(reason[0])),
     marker: { color: reasons.map((_, i) => css(i === reasons.length - 1 ? "--accent" : "--bad")) },
     text: reasons.map((reason) => show(reason[1])), textposition: "outside", cliponaxis: false, hoverinfo: "x",
-  }], { xaxis: { title: { text: "samples" } }, yaxis: { type: "category" }, margin: { l: 8, r: 12, t: 8, b: 8 } }, caption);
+  }], {
+    xaxis: { title: { text: "samples" }, range: [0, 1.2 * Math.max(...reasons.map((reason) => reason[1]), 1)] },
+    yaxis: { type: "category" }, margin: FLAT,
+  }, caption);
 }
 
 // The prefix tree
@@ -171,12 +176,15 @@ function drawTree() {
   const ticks = colour === "tokens" ? { tickvals: powers.map(Math.log10), ticktext: powers.map(show) } : {};
   const hover = one.tokens.map((tokens, i) =>
     `${show(tokens)} tokens, from ${show(one.depth[i])} on<br>${show(one.samples[i])} samples share them`);
+  const levels = [];
+  one.parent.forEach((parent, i) => { levels[i] = parent < 0 ? 2 : levels[parent] + 1; });
+  const hidden = levels.some((at) => at > LEVELS);
   const forwarded = sum(one.tokens), raw = sum(one.tokens.map((tokens, i) => tokens * one.samples[i]));
   const caption = `${treeName(one)}; ${show(samples)} samples, ${show(raw)} raw tokens, ${show(forwarded)} forwarded in ` +
-    `${show(one.tokens.length)} boxes (tokens x samples).`;
+    `${show(one.tokens.length)} boxes (tokens x samples).${hidden ? ` ${LEVELS} levels are shown at once.` : ""}`;
   byId("tree-caption").textContent = caption;
   return draw("tree-chart", [{
-    type: "icicle", branchvalues: "total", level, sort: false, maxdepth: 12, tiling: { orientation: "v", pad: 1 },
+    type: "icicle", branchvalues: "total", level, sort: false, maxdepth: LEVELS, tiling: { orientation: "v", pad: 1 },
     ids: ["row", ...one.tokens.map((_, i) => `s${i}`)],
     labels: ["row", ...one.tokens.map((_, i) => boxLabel(one, i))],
     parents: ["", ...one.parent.map((parent) => (parent < 0 ? "row" : `s${parent}`))],
@@ -249,8 +257,8 @@ function table(columns, { title, search = true, labels = LABELS, action = null }
   let order = [...Array(size).keys()], sorted = null, rising = true, page = 0, wanted = "";
 
   const body = element("tbody"), head = element("tr"), made = element("table");
-  made.append(element("caption", title), element("thead"), body);
-  made.querySelector("caption").hidden = true;
+  made.append(element("thead"), body);
+  made.setAttribute("aria-label", title);
   made.querySelector("thead").append(head);
   names.forEach((name) => {
     const cell = element("th", undefined, { scope: "col", "aria-sort": "none", class: numeric.has(name) ? "number" : "" });

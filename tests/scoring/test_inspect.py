@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from support.prompts import POLICY, WORDS, TextTokenizer, prompt_rows, rollouts_of, text_row
-from support.traces import BUNDLED, FULL, trace_paths
+from support.traces import BUNDLED, trace_paths
 from support.tries import tries
 from treepack import pack_sequences
 from treepack.scoring.inspect_causes import Divergences, find_divergences
@@ -20,6 +20,11 @@ TOOLS = [f'{{"name": "{name}", "about": "{about} of a user"}}' for name, about i
 def sorted_rows(rows):
     rollouts = rollouts_of(rows)
     return SortedRows.sort(rollouts, np.arange(len(rollouts)))
+
+
+def unique_tokens(rows):
+    """Forwarded where each group is on a row of its own."""
+    return sum(sharing(group).tokens for group in rows.by_group().values())
 
 
 def divergences_of(prompt, *, with_text=True, **sizes) -> Divergences:
@@ -76,7 +81,7 @@ def test_sharing_of_the_traces(path):
     }
     rollouts = read_rollouts(path)
     rows = SortedRows.sort(rollouts, np.arange(len(rollouts)))
-    tokens = sum(sharing(group).tokens for group in rows.by_group().values())
+    tokens = unique_tokens(rows)
     if path.stem in unique:
         assert unique[path.stem] <= tokens <= unique[path.stem] + len(rollouts)
     assert sharing(rows).tokens <= tokens
@@ -110,22 +115,25 @@ def test_a_planted_date_is_named_first(prompt, left, right):
     assert first.example.left != first.example.right
     policy = len(TextTokenizer().encode(POLICY))
     assert first.tokens >= (policy - 10) * first.places
-    assert first.within_groups > 0
+    assert first.places_within_groups > 0
 
 
 def test_each_row_of_a_planted_date_repeats_the_prompt():
     found = divergences_of(lambda group, row: f"Today is 2024-05-{10 + 4 * group + row}. {POLICY}", groups=5, rows=4)
     (date,) = [cause for cause in found.causes if cause.kind == "date"]
-    assert (date.places, date.groups) == (19, 5)  # 20 dates, of which any digit may fork
+    assert (date.places_within_groups, date.groups) == (5 * 3, 5)  # 20 dates, of which any digit may fork
     tokenizer = TextTokenizer()
     assert date.depth == len(tokenizer.encode("Today is 2024-05-"))
-    repeated = len(tokenizer.encode(f". {POLICY}\nquestion "))
-    assert 19 * repeated <= date.tokens <= 19 * (repeated + 20)
+    assert date.tokens_within_groups == 15 * len(tokenizer.encode(f". {POLICY}\nquestion aaaaa\n"))
+    between = (date.tokens - date.tokens_within_groups) / (date.places - 15)
+    assert between == len(tokenizer.encode(f". {POLICY}\nquestion"))
 
 
-def test_a_date_planted_in_real_rollouts_is_named_first():
+@pytest.mark.parametrize(
+    "path", [path for path in trace_paths() if path.stem in ("airline_turns", BUNDLED.stem)], ids=lambda path: path.stem
+)
+def test_a_date_planted_in_real_rollouts_is_named_first(path):
     """No tokenizer of theirs is at hand: the date is a run of tokens that says so."""
-    path = FULL / "airline_turns.npz" if FULL.exists() else BUNDLED
     rollouts = read_rollouts(path)
     trajectory = {key: number for number, key in enumerate(dict.fromkeys(rollouts.rollout_id.tolist()))}
     rows = []
@@ -154,8 +162,12 @@ def test_a_date_planted_in_real_rollouts_is_named_first():
         }
         return "".join(names.get(token, f" w{chr(97 + token % 26)}") for token in ids.tolist())
 
-    first = find_divergences(sorted_rows(rows), decode).causes[0]
+    planted = sorted_rows(rows)
+    first = find_divergences(planted, decode).causes[0]
     assert (first.kind, first.depth) == ("date", 5)
+    before, after = (unique_tokens(found) for found in (SortedRows.sort(rollouts, planted.order), planted))
+    # Samples that happen to begin alike share a little more than the prompt.
+    assert 0.8 * (after - before) < first.tokens_within_groups < 1.05 * (after - before)
     assert first.example.before.endswith(" Date: ")
     assert first.example.left.startswith("2024-05-")
 
@@ -190,7 +202,7 @@ def test_a_few_words_in_another_order():
     lists = ["\n- search\n- book\n- pay", "\n- book\n- search\n- pay"]
     first = divergences_of(lambda group, row: f"Tools:{lists[row % 2]}\n\n{POLICY}", groups=1).causes[0]
     assert first.kind == "reordered"
-    assert (first.places, first.within_groups) == (1, 1)
+    assert (first.places, first.places_within_groups) == (1, 1)
 
 
 def test_a_part_that_some_rows_lack():
@@ -204,7 +216,7 @@ def test_a_question_ahead_of_the_instructions():
     found = divergences_of(lambda group, row: f"Q: {'ABCDE'[group] * 9} so?\n{POLICY}")
     assert {cause.kind for cause in found.causes} == {"part"}
     assert sum(cause.places for cause in found.causes) == 4
-    assert all(cause.within_groups == 0 for cause in found.causes)
+    assert all(cause.places_within_groups == 0 for cause in found.causes)
 
 
 def test_without_a_tokenizer_a_date_is_a_part_and_examples_are_ids():
@@ -232,7 +244,7 @@ def test_retokenised_history():
     tokenizer = TextTokenizer()
     rows = turns(tokenizer, lambda pieces: [pieces[0], " un", "believable", *pieces[3:]])
     cause = find_divergences(rows, tokenizer.decode).causes[0]
-    assert (cause.kind, cause.places, cause.within_groups, cause.groups) == ("retokenised", 3, 3, 3)
+    assert (cause.kind, cause.places, cause.places_within_groups, cause.groups) == ("retokenised", 3, 3, 3)
     assert cause.tokens == 6 * (4 + len(WORDS))  # of each rollout, sampled ones too
     assert find_divergences(rows).causes[0].kind == "history"
 
@@ -248,7 +260,8 @@ def test_a_kept_history_costs_nothing():
     tokenizer = TextTokenizer()
     found = find_divergences(turns(tokenizer, lambda pieces: pieces), tokenizer.decode)
     assert found.sampled == 3
-    assert {cause.kind for cause in found.causes} <= {"text"}  # between the three questions
+    assert found.causes == ()
+    assert found.free == 2  # between the three questions
 
 
 def test_different_answers_are_what_a_group_is_for():
