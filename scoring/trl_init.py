@@ -103,13 +103,15 @@ def _hidden_from_trl(model: Any) -> Iterator[None]:
     def without_sinks(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, parameter) for name, parameter in all_parameters(*args, **kwargs) if not name.endswith(".sinks"))
 
-    model.named_parameters = without_sinks
-    layer_types = getattr(config, "layer_types", None)
-    try:
-        if layer_types is None:
+    kind: Any = type(config)
+
+    def without_layer_types(self: Any, name: str) -> Any:
+        return None if name == "layer_types" else kind.__getattribute__(self, name)
+
+    # Some configurations derive their layer types, or map the name to another: a class of its own hides them all.
+    with _replaced(config, "__class__", type(kind.__name__, (kind,), {"__getattribute__": without_layer_types})):
+        model.named_parameters = without_sinks
+        try:
             yield
-        else:
-            with _replaced(config, "layer_types", ["full_attention"] * len(layer_types)):
-                yield
-    finally:
-        del model.named_parameters
+        finally:
+            del model.named_parameters

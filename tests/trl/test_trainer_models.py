@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM
 
-from support.models import HYBRID_LMS
+from support.models import CAUSAL_LMS, HYBRID_LMS, tiny_config
 from support.trl_training import QueuedRollouts, losses_of, reset_accelerate, save_policy, scoring_trainer
-from treepack import register_attention
+from treepack import LogProbScorer, register_attention
 from treepack.scoring import trl_init
 from treepack.scoring.trl_layout import trainer_module
 
@@ -54,7 +54,7 @@ def test_attention_sinks_train(tmp_path):
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba"])
 def test_recurrent_layers_train_as_if_nothing_were_shared(tmp_path, name):
     """TRL refuses the models. Whatever leaks from sample to sample in a shared row shows against chains."""
     model_type, shape = HYBRID_LMS[name]
@@ -65,7 +65,7 @@ def test_recurrent_layers_train_as_if_nothing_were_shared(tmp_path, name):
         more = {"max_steps": 2, "groups_per_step": 2, "token_budget": 128, "share_prefixes": share_prefixes}
         more["router_aux_loss_coef"] = 0.0  # in a shared row the router's own loss counts a shared token once
         trainer = scoring_trainer(policy, tmp_path, QueuedRollouts(12), more=more)
-        assert not set(trainer.model.config.layer_types) <= {"full_attention", "sliding_attention"}
+        assert not set(trainer.model.config.layer_types) <= {"full_attention", "sliding_attention"}  # what TRL takes
         trainer.train()
         losses[share_prefixes] = losses_of(trainer)
         ratio = trainer.state.log_history[0]["batch/packing_ratio"]
@@ -81,6 +81,14 @@ def test_a_model_that_packed_rows_are_wrong_for_is_refused_with_the_reason(tmp_p
         scoring_trainer(policy, tmp_path, QueuedRollouts(1))
 
 
+class Config:
+    def __init__(self, layer_types):
+        self.layer_types = layer_types
+
+    def get_text_config(self):
+        return self
+
+
 class Model(torch.nn.Module):
     """What TRL's check of a model reads."""
 
@@ -89,11 +97,7 @@ class Model(torch.nn.Module):
         self.sinks = torch.nn.Parameter(torch.zeros(1))
         self.attention = torch.nn.Linear(1, 1)
         self.attention.sinks = torch.nn.Parameter(torch.zeros(1))
-        self.layer_types = layer_types
-        self.config = self
-
-    def get_text_config(self):
-        return self
+        self.config = Config(layer_types)
 
 
 @pytest.mark.usefixtures("untouched")
@@ -114,11 +118,11 @@ def test_what_trl_would_refuse_is_hidden_until_its_check_is_over(monkeypatch, la
         with trl_init.adapted_construction(register=lambda: None, make_worker=lambda: None):
             loaded = trainer_module.create_model_from_path("somewhere")
             assert not any(name.endswith(".sinks") for name, _ in loaded.named_parameters())
-            assert set(loaded.layer_types or []) <= {"full_attention"}
+            assert loaded.config.layer_types is None
             if fails:
                 raise InterruptedError
             trainer_module.add_fused_lm_head(loaded)
-            assert loaded.layer_types == layer_types
+            assert loaded.config.layer_types == layer_types
 
     if fails:
         with pytest.raises(InterruptedError):
@@ -127,7 +131,8 @@ def test_what_trl_would_refuse_is_hidden_until_its_check_is_over(monkeypatch, la
         construct()
         assert heads == [names]
     assert [name for name, _ in model.named_parameters()] == names
-    assert model.layer_types == layer_types
+    assert vars(model.config) == {"layer_types": layer_types}
+    assert type(model.config) is Config
     monkeypatch.undo()
 
 
@@ -137,19 +142,33 @@ def test_backend_and_determinism_reach_the_op(policy, tmp_path, monkeypatch):
     seen = set()
 
     def spy(*args, backend, deterministic, **options):
-        seen.add((backend, deterministic))
+        seen.add((torch.is_grad_enabled(), backend, deterministic))
         return attend(*args, backend=backend, deterministic=deterministic, **options)
 
     attend = hf_attention.tree_attention
-    monkeypatch.setattr(hf_attention, "tree_attention", spy)
     try:
         more = {"max_steps": 1, "attention_backend": "reference", "deterministic": True}
-        trainer = scoring_trainer(policy, tmp_path, QueuedRollouts(12), more=more)
+        frozen = AutoModelForCausalLM.from_pretrained(policy, attn_implementation="treepack")
+        scorers = [LogProbScorer(frozen, token_budget=64)]
+        trainer = scoring_trainer(policy, tmp_path, QueuedRollouts(12), scorers=scorers, more=more)
         assert isinstance(AttentionInterface()["tree_fa3"], partial)
+        monkeypatch.setattr(hf_attention, "tree_attention", spy)
         trainer.train()
     finally:
         register_attention()
-    assert seen == {("reference", True)}
+    assert seen == {(True, "reference", True), (False, "reference", True)}  # the policy, the scorer
+
+
+@pytest.mark.parametrize("name", [*CAUSAL_LMS, *HYBRID_LMS])
+def test_layer_types_are_hidden_in_every_configuration(name):
+    """Derived ones too, as Mamba2 and Bamba have them."""
+    model = torch.nn.Module()
+    model.config = tiny_config(name)
+    before = model.config.to_dict()
+    with trl_init._hidden_from_trl(model):
+        assert model.config.get_text_config().layer_types is None
+        assert model.config.model_type == before["model_type"]
+    assert model.config.to_dict() == before
 
 
 def first_losses(policy, folder, **more):
