@@ -182,37 +182,40 @@ def _family(device: Device) -> _Family:
     return family
 
 
-# By family: largest padded head dim -> tiles of forward, dQ, and dK and dV.
+# By family: largest padded head dim -> tiles of forward, dQ, and dK and dV. A tile of dK and dV walks every query that
+# sees one of its keys, so 64 keys waste half of what 128 do at short edges. But where warps cover more than a tile's
+# rows they repeat each other's products, which costs more than the edges: 64 keys take one warpgroup, 128 two.
 _Table = dict[_Family, dict[int, tuple[Tile, Tile, Tile]]]
 
 _TILES: _Table = {
     "blackwell": {
+        # 128 keys, since 64 run at half the rate of its tensor cores.
         64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
         128: (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(32, 128, 8, 3)),
         256: (Tile(128, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
     },
     "hopper": {
-        64: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
-        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 3)),
+        64: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
+        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 2)),
         256: (Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), Tile(32, 64, 8, 2)),
     },
     "ampere": {
-        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
         # 80, 96 and 192: two column blocks take more registers than one.
-        96: (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
+        96: (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 4, 2)),
         128: (Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
-        192: (Tile(64, 32, 8, 3), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
-        256: (Tile(64, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+        192: (Tile(64, 32, 8, 3), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+        256: (Tile(64, 32, 8, 3), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
     },
     "consumer": {
-        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
-        96: (Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
+        64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+        96: (Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 4, 2)),
         128: (Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
-        256: (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
+        256: (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
     },
     "cdna": {
         64: (Tile(128, 32, 4, 1), Tile(128, 64, 4, 1), Tile(64, 128, 4, 1)),
-        128: (Tile(128, 32, 4, 1), Tile(128, 32, 4, 1), Tile(64, 64, 4, 1)),
+        128: (Tile(128, 32, 4, 1), Tile(128, 32, 4, 1), Tile(32, 128, 4, 1)),
         256: (Tile(128, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
     },
 }

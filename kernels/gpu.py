@@ -254,6 +254,9 @@ def _score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
 def _addressable(tensor: Tensor) -> Tensor:
     """The tensor itself where a kernel can walk it, a copy where not.
 
-    Columns must be adjacent, and offsets within a tile of 128 tokens have 32 bits; those of tiles have 64.
+    Columns must be adjacent, and offsets have 32 bits within a tile of 128 tokens and from a group's first head to its
+    last; those of tiles and of groups have 64.
     """
-    return tensor if tensor.stride(-1) == 1 and tensor.stride(0) < 2**24 else tensor.contiguous()
+    token, head, column = tensor.stride()
+    near = token < 2**24 and head * tensor.shape[1] < 2**31
+    return tensor if column == 1 and near else tensor.contiguous()

@@ -137,44 +137,51 @@ def key_kernel(
         grad_v_NW = tl.zeros([BLOCK_N, VE], tl.float32)
     end_N = tl.load(END + key_N, mask=exists_N, other=0)
     query_stop = tl.max(tl.load(QUERY_STOP + key_N, mask=exists_N, other=0), 0)
+    length_N = (end_N - key_N).to(tl.uint32, bitcast=True)
     level_N = end_N
     if HAS_WINDOW:
         level_N = tl.load(DEPTH + key_N, mask=exists_N, other=0)
 
+    first_head = kv_head.to(tl.int64) * GROUP
+    Q += first_head * q_head
+    GRAD_OUT += first_head * grad_head
+    NORM += first_head * num_tokens
+    DELTA += first_head * num_tokens
     for chunk in range(0, (GROUP + PACK - 1) // PACK):
-        local_M, head_M, in_group_M = packed_rows(kv_head, chunk, GROUP, PACK, BLOCK_M)
-        q_offset_M = local_M.to(tl.int64) * q_token + head_M * q_head
-        grad_offset_M = local_M.to(tl.int64) * grad_token + head_M * grad_head
+        local_M, head_M, in_group_M = packed_rows(chunk, GROUP, PACK, BLOCK_M)
+        head_M = tl.where(in_group_M, head_M, 0)
         for first_query in range(first_key, query_stop, BLOCK_M // PACK):
-            query_M = first_query + local_M
-            exists_M = in_group_M & (query_M < num_tokens)
-            q_tile = Q + tl.cast(first_query, tl.int64) * q_token
-            grad_tile = GRAD_OUT + tl.cast(first_query, tl.int64) * grad_token
-            # A missing row is all zeros and adds nothing.
-            q_MD = load_tile(q_tile, q_offset_M, exists_M, 0, D, HEAD_DIM, True)
-            grad_MV = load_tile(grad_tile, grad_offset_M, exists_M, 0, VD, VALUE_DIM, True)
-            norm_M = tl.load(NORM + head_M * num_tokens + query_M, mask=exists_M, other=0.0)
-            delta_M = tl.load(DELTA + head_M * num_tokens + query_M, mask=exists_M, other=0.0)
+            # A missing row reads another's values and sees no key. Masks of its loads would take the registers that
+            # decide whether 64 keys fit one warpgroup.
+            query_M = tl.where(in_group_M, first_query + local_M, -1)
+            row_M = tl.minimum(first_query + local_M, num_tokens - 1)
+            q_offset_M = row_M.to(tl.int64) * q_token + head_M * q_head
+            grad_offset_M = row_M.to(tl.int64) * grad_token + head_M * grad_head
+            q_MD = load_tile(Q, q_offset_M, in_group_M, 0, D, HEAD_DIM, False)
+            grad_MV = load_tile(GRAD_OUT, grad_offset_M, in_group_M, 0, VD, VALUE_DIM, False)
+            norm_M = tl.load(NORM + head_M * num_tokens + row_M)
+            delta_M = tl.load(DELTA + head_M * num_tokens + row_M)
             dots = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION)
             if E > 0:
-                q_ME = load_tile(q_tile, q_offset_M, exists_M, D, E, HEAD_DIM, True)
+                q_ME = load_tile(Q, q_offset_M, in_group_M, D, E, HEAD_DIM, False)
                 dots = tl.dot(k_NE, tl.trans(q_ME), dots, input_precision=PRECISION)
             scores, tanh = log2_scores(dots, score_scale, cap_log2, HAS_SOFTCAP)
-            seen = (key_N[:, None] <= query_M[None, :]) & (query_M[None, :] < end_N[:, None])
+            # key <= query < end in one comparison: what is negative is large without its sign.
+            seen = (query_M[None, :] - key_N[:, None]).to(tl.uint32, bitcast=True) < length_N[:, None]
             if HAS_WINDOW:
-                level_M = tl.load(DEPTH + query_M, mask=exists_M, other=0)
+                level_M = tl.load(DEPTH + row_M)
                 seen = seen & (level_M[None, :] - level_N[:, None] < window)
             weights = tl.where(seen, tl.exp2(scores - norm_M[None, :]), 0.0)
+            slopes = weights
+            if HAS_SOFTCAP:
+                slopes = weights * (1.0 - tanh * tanh)
             grad_v_NV = tl.dot(weights.to(grad_MV.dtype), grad_MV, grad_v_NV, input_precision=PRECISION)
             grad_weights = tl.dot(v_NV, tl.trans(grad_MV), input_precision=PRECISION)
             if VE > 0:
-                grad_MW = load_tile(grad_tile, grad_offset_M, exists_M, VD, VE, VALUE_DIM, True)
+                grad_MW = load_tile(GRAD_OUT, grad_offset_M, in_group_M, VD, VE, VALUE_DIM, False)
                 grad_v_NW = tl.dot(weights.to(grad_MW.dtype), grad_MW, grad_v_NW, input_precision=PRECISION)
                 grad_weights = tl.dot(v_NW, tl.trans(grad_MW), grad_weights, input_precision=PRECISION)
-            grad_scores = weights * (grad_weights - delta_M[None, :])
-            if HAS_SOFTCAP:
-                grad_scores *= 1.0 - tanh * tanh
-            grad_scores = grad_scores.to(q_MD.dtype)
+            grad_scores = (slopes * (grad_weights - delta_M[None, :])).to(q_MD.dtype)
             grad_k_ND = tl.dot(grad_scores, q_MD, grad_k_ND, input_precision=PRECISION)
             if E > 0:
                 grad_k_NE = tl.dot(grad_scores, q_ME, grad_k_NE, input_precision=PRECISION)
@@ -303,7 +310,8 @@ def query_kernel(
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     chunks: tl.constexpr = (GROUP + PACK - 1) // PACK
     kv_head = tl.program_id(1) // chunks
-    local_M, head_M, exists_M = packed_rows(kv_head, tl.program_id(1) % chunks, GROUP, PACK, BLOCK_M)
+    local_M, head_M, exists_M = packed_rows(tl.program_id(1) % chunks, GROUP, PACK, BLOCK_M)
+    head_M = head_M + kv_head.to(tl.int64) * GROUP
     query_M = block * (BLOCK_M // PACK) + local_M
     exists_M = exists_M & (query_M < num_tokens)
     query_level_M = query_M

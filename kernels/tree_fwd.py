@@ -137,7 +137,8 @@ def forward_kernel(
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     chunks: tl.constexpr = (GROUP + PACK - 1) // PACK
     kv_head = tl.program_id(1) // chunks
-    local_M, head_M, exists_M = packed_rows(kv_head, tl.program_id(1) % chunks, GROUP, PACK, BLOCK_M)
+    local_M, head_M, exists_M = packed_rows(tl.program_id(1) % chunks, GROUP, PACK, BLOCK_M)
+    head_M = head_M + kv_head.to(tl.int64) * GROUP
     query_M = block * (BLOCK_M // PACK) + local_M
     exists_M = exists_M & (query_M < num_tokens)
     query_level_M = query_M

@@ -17,8 +17,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def packed_rows(kv_head, chunk, GROUP: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Token (counted from the tile's first) and query head of each row of a query tile, and whether it exists.
+def packed_rows(chunk, GROUP: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Token (counted from the tile's first) and head (from the group's) of each row of a tile, and whether it exists.
 
     Heads lie innermost. There are no rows past BLOCK_M // PACK tokens, nor past the group's heads.
     """
@@ -26,8 +26,7 @@ def packed_rows(kv_head, chunk, GROUP: tl.constexpr, PACK: tl.constexpr, BLOCK_M
     local_M = row_M // PACK
     head_M = chunk * PACK + row_M % PACK
     exists_M = (local_M < BLOCK_M // PACK) & (head_M < GROUP)
-    # 64 bits: offsets into tensors of more than 2^31 elements start from it.
-    return local_M, (kv_head * GROUP + head_M).to(tl.int64), exists_M
+    return local_M, head_M, exists_M
 
 
 @triton.jit

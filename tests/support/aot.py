@@ -1,5 +1,6 @@
 """Compile the attention kernels for GPUs that are not there, through their launchers, and judge the machine code."""
 
+import math
 import re
 import subprocess
 import tempfile
@@ -19,7 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from treepack.kernels import gpu
-from treepack.kernels.configs import Device, attention_config
+from treepack.kernels.configs import Device, attention_config, split_columns
 from treepack.kernels.plan import TreePlan
 
 KERNELS = ("forward_kernel", "query_kernel", "key_kernel")
@@ -140,6 +141,7 @@ class Resources:
         shared: bytes of a program.
         instructions: counts by mnemonic.
         serialized: ptxas could not keep asynchronous matmuls in flight (C7515).
+        products: multiply-adds that the code's matmul instructions do, over all warps; 0 where they do not say.
     """
 
     tile: str
@@ -148,6 +150,15 @@ class Resources:
     shared: int
     instructions: dict[str, int]
     serialized: bool
+    products: int
+
+
+def needed_products(case: Case, kernel: str, tile: str) -> int:
+    """Multiply-adds of one tile, as often as the code has its loop: for full and for partial ranges, or once."""
+    rows, keys = map(int, tile.split()[0].split("x"))
+    head, value = (sum(split_columns(columns)) for columns in case.dims)
+    columns = {"forward_kernel": 2 * (head + value), "query_kernel": 2 * (2 * head + value)}
+    return rows * keys * columns.get(kernel, 2 * head + 2 * value)
 
 
 def compile_case(case: Case) -> dict[str, Resources]:
@@ -191,6 +202,12 @@ def _judge_cuda(kernel: Any, tile: str, *, target: Target) -> Resources:
         shared=kernel.metadata.shared,
         instructions={name: len(re.findall(rf"\b{name}\b", listing)) for name in mnemonics},
         serialized=target.device.arch == "sm_90" and "C7515" in _ptxas_log(kernel, target.gpu.arch),
+        # Four warps share an HGMMA, each runs its own HMMA.
+        products=kernel.metadata.num_warps
+        * (
+            sum(math.prod(map(int, size.split("x"))) for size in re.findall(r"HGMMA\.(\d+x\d+x\d+)", listing)) // 4
+            + 16 * 8 * 16 * len(re.findall(r"\bHMMA\.16816\b", listing))
+        ),
     )
 
 
@@ -204,6 +221,8 @@ def _judge_hip(kernel: Any, tile: str) -> Resources:
         shared=kernel.metadata.shared,
         instructions={"v_mfma": code.count("v_mfma")},
         serialized=False,
+        products=kernel.metadata.num_warps
+        * sum(math.prod(map(int, size.split("x"))) for size in re.findall(r"v_mfma_f32_(\d+x\d+x\d+)", code)),
     )
 
 
@@ -244,4 +263,5 @@ TABLE = Path(__file__).parents[1] / "kernels" / "aot" / "resources.csv"
 
 def table_row(case: Case, kernel: str, found: Resources) -> str:
     """One line of resources.csv."""
-    return f"{case},{kernel},{found.tile},{found.registers},{found.spill},{found.shared}"
+    repeated = found.products / needed_products(case, kernel, found.tile) if case.dtype.itemsize == 2 else 0
+    return f"{case},{kernel},{found.tile},{found.registers},{found.spill},{found.shared},{repeated:.3g}"

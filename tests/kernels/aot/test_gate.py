@@ -22,6 +22,14 @@ ALLOWED_SPILLS = {
 }
 
 
+if triton.__version__.startswith("3.6."):  # Its ptxas 12.8 wants one pointer more.
+    ALLOWED_SPILLS |= {
+        ("sm_80 D128 bfloat16 G4 none", "forward_kernel"): 8,
+        ("sm_80 D128 bfloat16 G4 all", "forward_kernel"): 8,
+        ("sm_100 D128 bfloat16 G4 all", "forward_kernel"): 8,
+    }
+
+
 def recorded_rows() -> dict[tuple[str, str], str]:
     rows = TABLE.read_text().splitlines()
     return {tuple(row.split(",")[:2]): row for row in rows[2:]}

@@ -42,7 +42,7 @@ def test_counts_lie_on_the_first_grid_axis_only() -> None:
     assert grids == {
         "forward_kernel": (num_tokens // 32, 2),
         "prepare_kernel": (num_tokens // 64, 8),
-        "key_kernel": (num_tokens // 128, 2),
+        "key_kernel": (num_tokens // 64, 2),
         "query_kernel": (num_tokens // 32, 2),
     }
 

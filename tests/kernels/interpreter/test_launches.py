@@ -40,12 +40,24 @@ def test_every_shipped_tile(device: str, dims: tuple[int, int], dtype: torch.dty
     check_shipped(DEVICES[device], dims, dtype)
 
 
-def far_apart(tensor: torch.Tensor, token_stride: int) -> torch.Tensor:
-    """The same values, tokens `token_stride` elements apart; the pages between are never touched."""
+def far_apart(tensor: torch.Tensor, token_stride: int, head_stride: int) -> torch.Tensor:
+    """The same values with these strides, in elements; the pages between are never touched."""
     num_tokens, heads, columns = tensor.shape
-    storage = torch.empty((num_tokens - 1) * token_stride + heads * columns, dtype=tensor.dtype)
-    view = storage.as_strided(tensor.shape, (token_stride, columns, 1))
+    storage = torch.empty((num_tokens - 1) * token_stride + (heads - 1) * head_stride + columns, dtype=tensor.dtype)
+    view = storage.as_strided(tensor.shape, (token_stride, head_stride, 1))
     return view.copy_(tensor)
+
+
+def check_far_apart(plan: TreePlan, inputs: Inputs, token_stride: int, head_stride: int) -> None:
+    tensors = {
+        name: far_apart(t.detach(), token_stride, head_stride) for name, t in vars(inputs).items() if t is not None
+    }
+    leaves = {name: t.requires_grad_(name != "grad_out") for name, t in tensors.items()}
+    distant = Inputs(**leaves, sinks=None, grad_lse=None)
+    config = small_config(inputs, forward=(128, 64), query_grad=(128, 64), key_grad=(64, 128))
+    attend = partial(triton_attention, plan=plan, config=config)
+    near, far = run(attend, inputs), run(attend, distant)
+    assert all(torch.equal(near[name], far[name]) for name in near)
 
 
 @pytest.mark.parametrize(("prompt", "token_stride"), [(200, 2**23), (50, 2**24)], ids=["walked", "copied"])
@@ -53,13 +65,15 @@ def test_offsets_of_more_than_31_bits(prompt: int, token_stride: int) -> None:
     plan = TreePlan.from_position_ids(positions_of(group(prompt, [33, 47])))
     inputs = make_inputs(plan.num_tokens, heads=(1, 1), dtype=torch.float16, lse=False)
     assert (plan.num_tokens - 1) * token_stride >= 2**31
-    tensors = {name: far_apart(t.detach(), token_stride) for name, t in vars(inputs).items() if t is not None}
-    leaves = {name: t.requires_grad_(name != "grad_out") for name, t in tensors.items()}
-    distant = Inputs(**leaves, sinks=None, grad_lse=None)
-    config = small_config(inputs, forward=(128, 64), query_grad=(128, 64), key_grad=(64, 128))
-    attend = partial(triton_attention, plan=plan, config=config)
-    near, far = run(attend, inputs), run(attend, distant)
-    assert all(torch.equal(near[name], far[name]) for name in near)
+    check_far_apart(plan, inputs, token_stride, 16)
+
+
+@pytest.mark.parametrize("head_stride", [2**28, 2**29], ids=["walked", "copied"])
+def test_heads_far_apart(head_stride: int) -> None:
+    """As in a (heads, tokens, columns) layout: offsets from a group's first head to its last have 32 bits."""
+    plan = TreePlan.from_position_ids(positions_of(group(9, [20, 5])))
+    inputs = make_inputs(plan.num_tokens, heads=(6, 2), dtype=torch.float16, lse=False)
+    check_far_apart(plan, inputs, 16, head_stride)
 
 
 def test_results_repeat_bit_for_bit() -> None:
