@@ -7,6 +7,7 @@ which a tiny model can afford.
 
 import json
 import queue
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -345,6 +346,11 @@ class _HttpServer(ThreadingHTTPServer):
     block_on_close = False  # a client that keeps its connection would hold the server open
     request_queue_size = 128
     loopback: LoopbackServer
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that are gone."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from treepack.scoring.command_errors import ExitCode, fail, one_line_errors
 from treepack.scoring.display import make_display
+from treepack.scoring.errors import OptionError
 
 
 def train_demo(
@@ -36,13 +37,16 @@ def train_demo(
     Exit codes:
       0    the reward rose
       1    it did not, or the run failed
+      2    options, or an extra is not installed
       130  interrupted
     """
     with one_line_errors(show_traceback), make_display() as display:
         display.phase("loading libraries")
         _quiet_libraries()
-        from treepack.scoring.train_demo import run_demo
-
+        try:
+            from treepack.scoring.train_demo import run_demo
+        except ImportError as error:
+            raise OptionError(f"train-demo needs treepack's extras score and trl: {error}") from error
         report = run_demo(steps, seed, out, display)
     first, last = report.quarters
     if as_json:

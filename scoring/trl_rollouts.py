@@ -18,7 +18,7 @@ from itertools import count
 from numbers import Real
 from typing import Any
 
-from treepack.scoring.child_queue import ChildQueue
+from treepack.scoring.child_channels import ChildQueue, StopSignal
 from treepack.scoring.progress import IdRanges
 from treepack.scoring.queue import GroupShrunk
 from treepack.scoring.trl_layout import (
@@ -98,7 +98,11 @@ class ScoringRolloutLoop(AsyncRolloutLoop):  # type: ignore[misc]
         threading.Thread(target=_end_with_parent, daemon=True, name="treepack-parent-watcher").start()
         for outgoing in (self.rollout_buffer, self._metrics_queue):
             outgoing.cancel_join_thread()  # else rows that no trainer reads any more would keep the child alive
-        super().run()
+        try:
+            super().run()
+        except BaseException:
+            self._loop.set_exception_handler(lambda *_: None)  # tasks it leaves behind end with the process
+            raise
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """TRL's prompts under group ids that go on across resumes, without the groups that were consumed."""
@@ -209,8 +213,8 @@ class ScoringRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         - Group ids go on across resumes: group g is made from prompt g modulo the dataset's length, and groups that
           `skip_consumed` named are not generated again.
         - What a reward function returns is checked, and an error names the function.
-        - `check_health` tells at once that the child is gone, also when it was killed in the middle of a row. The child
-          ends with its parent, however that ends.
+        - `check_health` tells at once that the child is gone, and nothing waits for a child that was killed, wherever
+          that met it. The child ends with its parent, however that ends.
 
     Args:
         sample_columns: dataset columns that scorers read, carried to `ScoringSample.columns`.
@@ -256,6 +260,7 @@ class ScoringRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
             )
         self.rollout_buffer = ChildQueue(self._loop_kwargs["queue_maxsize"], ctx=self._mp_ctx)
         self.metrics_queue = ChildQueue(METRICS_MAXSIZE, ctx=self._mp_ctx)
+        self._stop_event_mp = StopSignal(self._mp_ctx)
         self._skipped: tuple[int, tuple[int, ...]] | None = None
         self._failure: RuntimeError | None = None
 

@@ -71,8 +71,6 @@ class LoopRun:
             exception_info_queue=self.report,
             metrics_queue=self.metrics,
         )
-        # A loop that ends by an error leaves tasks behind, which in a child end with the process.
-        self.loop._loop.set_exception_handler(lambda *_: None)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.error = None
 

@@ -15,7 +15,7 @@ import pytest
 from support.children import put_endlessly
 from support.trl_rewards import infinite, one_too_few, raises
 from support.trl_rollouts import running, toy_server
-from treepack.scoring.child_queue import ChildQueue
+from treepack.scoring.child_channels import ChildQueue
 from treepack.scoring.loopback_server import HttpError, LoopbackServer
 from treepack.scoring.queue import GroupShrunk
 

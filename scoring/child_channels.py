@@ -1,4 +1,4 @@
-"""A multiprocessing queue that one child fills and its parent reads, and that a killed child leaves readable."""
+"""What a parent and its child use to talk, where the child may be killed at any moment."""
 
 import queue
 from multiprocessing.context import BaseContext
@@ -36,3 +36,21 @@ class ChildQueue(_Queue):
             return super().get(block, timeout)
         except (EOFError, OSError):  # the end of the pipe, between two items or within one
             raise queue.Empty from None
+
+
+class StopSignal:
+    """What TRL's worker needs of `multiprocessing.Event`, without its wait for whoever is woken.
+
+    `multiprocessing.Event.set` waits until each process that waits for the event has answered, also one that died.
+    """
+
+    def __init__(self, ctx: BaseContext) -> None:
+        self._reader, self._writer = ctx.Pipe(duplex=False)
+
+    def set(self) -> None:
+        """In the parent, once: tell the child to stop."""
+        self._writer.send_bytes(b"stop")
+
+    def wait(self) -> None:
+        """In the child: return once it is to stop."""
+        self._reader.poll(None)
