@@ -69,8 +69,8 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
 
     Raises:
         TypeError: `args` is no `ScoringGRPOConfig`, or a scorer no `TrainerScorer`.
-        ValueError: two scorers, or a scorer and a reward function, share a name; nothing gives a reward; a group of
-            `num_generations` cannot fit in an optimizer step.
+        ValueError: two scorers, or a scorer and a reward function, share a name; nothing gives a reward;
+            `reward_weights` does not fit the columns; a group of `num_generations` cannot fit in an optimizer step.
         NotImplementedError: the policy would get a packed row wrong (see `check_tree_support`).
     """
 
@@ -91,7 +91,7 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         if not isinstance(args, ScoringGRPOConfig):
             raise TypeError(f"args must be a ScoringGRPOConfig, got {type(args).__name__}")
         _check_scorers(scorers)
-        _check_rewards(reward_funcs, scorers, trl_arguments)
+        _check_rewards(reward_funcs, scorers, args, trl_arguments)
         if args.token_budget is not None:
             _check_capacity(args, args.world_size)
         self.scorers = tuple(scorers)
@@ -264,16 +264,25 @@ def _check_scorers(scorers: Sequence[TrainerScorer]) -> None:
         raise ValueError(f"scorers must have names of their own, got {names}")
 
 
-def _check_rewards(reward_funcs: Any, scorers: Sequence[TrainerScorer], trl_arguments: Mapping[str, Any]) -> None:
-    sources = [reward_funcs, scorers, trl_arguments.get("environment_factory"), trl_arguments.get("rollout_worker")]
-    if not any(sources):
+def _check_rewards(
+    reward_funcs: Any, scorers: Sequence[TrainerScorer], args: ScoringGRPOConfig, trl_arguments: Mapping[str, Any]
+) -> None:
+    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
+    own = [worker_module.get_callable_name(function) for function in functions]
+    scored = [scorer.name for scorer in scorers]
+    if both := sorted(set(own) & set(scored)):
+        raise ValueError(f"scorers must have other names than reward_funcs, got {both} twice")
+    if any(trl_arguments.get(name) is not None for name in ("environment_factory", "rollout_worker")):
+        return  # there are columns that show in the rollouts alone
+    if not own and not scored:
         raise ValueError(
             "scorers or reward_funcs must be given, got neither, no environment_factory and no rollout_worker"
         )
-    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
-    taken = {worker_module.get_callable_name(function) for function in functions}
-    if both := sorted(taken & {scorer.name for scorer in scorers}):
-        raise ValueError(f"scorers must have other names than reward_funcs, got {both} twice")
+    columns, weights = [*sorted(own), *scored], args.reward_weights
+    if isinstance(weights, Mapping) and (unknown := sorted(weights.keys() - set(columns))):
+        raise ValueError(f"reward_weights must name columns among {columns}, got {unknown}")
+    if isinstance(weights, list) and len(weights) != len(columns):
+        raise ValueError(f"reward_weights must have one weight for each of {columns}, got {weights}")
 
 
 def _check_capacity(args: ScoringGRPOConfig, num_processes: int) -> None:

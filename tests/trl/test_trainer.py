@@ -300,10 +300,23 @@ class TestConstruction:
             scoring_trainer(policy, tmp_path, None, scorers=["length"])
         with pytest.raises(ValueError, match=r"scorers must have names of their own, got \['length', 'length'\]"):
             scoring_trainer(policy, tmp_path, None, scorers=[Length(), Length()])
-        with pytest.raises(
-            ValueError, match=r"other names than reward_funcs, got \['length'\] twice"
-        ):
+        with pytest.raises(ValueError, match=r"other names than reward_funcs, got \['length'\] twice"):
             scoring_trainer(policy, tmp_path, None, scorers=[Length()], reward_funcs=[length])
+
+    @pytest.mark.parametrize(
+        ("weights", "message"),
+        [
+            ({"lenght": 2.0}, r"must name columns among \['reward_length', 'length'\], got \['lenght'\]"),
+            ([1.0], r"must have one weight for each of \['reward_length', 'length'\], got \[1.0\]"),
+        ],
+    )
+    def test_weights_that_fit_no_column(self, policy, tmp_path, weights, message):
+        def reward_length(completions, **kwargs):
+            return [float(len(completion)) for completion in completions]
+
+        given = {"scorers": [Length()], "reward_funcs": reward_length, "more": {"reward_weights": weights}}
+        with pytest.raises(ValueError, match=message):
+            scoring_trainer(policy, tmp_path, None, **given)
 
     def test_nothing_that_gives_a_reward(self, policy, tmp_path):
         with pytest.raises(ValueError, match="scorers or reward_funcs must be given"):
