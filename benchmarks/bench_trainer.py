@@ -55,8 +55,8 @@ class Case:
 
 
 # Airline tasks of 4 rollouts each, a row a model turn.
-CASES = [Case("31 turns, 61k tokens", 1, peer_rounds=2), Case("39 turns, 103k tokens", 5)]
-SMOKE_CASES = [Case("smoke: 4 turns", 1, every=8, target=None)]
+CASES = [Case("24 turns, 44k tokens", 12, peer_rounds=2), Case("31 turns, 61k tokens", 1)]
+SMOKE_CASES = [Case("smoke: 3 turns", 1, every=15, target=None)]
 VOCABULARY = 4096  # token ids are taken modulo this, which keeps the output layer in proportion to so small a model
 MODEL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 32}
 SMOKE_MODEL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
