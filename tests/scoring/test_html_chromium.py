@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.hostile import COLUMN, MARK, PIECES, write_hostile
+from support.rollout_files import rollout_rows, write_rollouts
 from support.traces import BUNDLED
 from treepack.scoring.display import make_display
 from treepack.scoring.html_report import write_report
@@ -171,6 +172,16 @@ def test_the_tree_is_looked_into(report, open_page):
     page.locator("#tree-chart .iciclelayer path.surface").nth(2).click(force=True)
     page.wait_for_function("document.getElementById('segment').textContent.includes('shared by')")
     assert "Token ids:" in page.locator("#segment").inner_text()
+
+
+def test_a_job_that_dropped_everything(tmp_path, open_page):
+    rollouts = write_rollouts(tmp_path / "rollouts.jsonl", rollout_rows([[1.0, 0.0]]))
+    page = open_page(report_of(tmp_path, rollouts, token_budget=9))
+    for text in ("No optimizer step was finished.", "No row was packed.", "No tokens were kept."):
+        assert page.get_by_text(text).is_visible()
+    page.locator("#theme").click()
+    assert rows_of(page, "samples-table").count() == 2
+    assert page.locator("#reasons-caption").inner_text() == "0 samples train; not: oversize 2."
 
 
 def test_hostile_rollouts_run_nothing(hostile_report, open_page):

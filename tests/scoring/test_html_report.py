@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -14,7 +15,7 @@ from support.hostile import COLUMN, FILE, PIECES, write_hostile
 from support.prompts import TextTokenizer
 from support.rollout_files import rollout_rows, write_rollouts
 from treepack import pack_sequences
-from treepack.scoring import html_report, html_report_trees
+from treepack.scoring import html_report, html_report_trees, score_job
 from treepack.scoring.commands import app
 from treepack.scoring.display import make_display
 from treepack.scoring.errors import OptionError, RolloutError
@@ -29,7 +30,9 @@ TOTALS = ("samples", "raw_tokens", "tokens", "trained_tokens", "raw_pairs", "pai
 
 
 def scored(out, rollouts=None, **options):
-    with make_display(quiet=True) as display:
+    with make_display(quiet=True) as display, pytest.MonkeyPatch.context() as patch:
+        for plot in ("plot_tokens", "plot_rows", "plot_tree"):  # a second each
+            patch.setattr(score_job, plot, lambda path, *args: None)
         return score_rollouts(ScoreOptions(rollouts=rollouts, scorer="none", out=out, **options), display)
 
 
@@ -134,6 +137,30 @@ def test_columns_that_only_some_steps_have(tmp_path):
     run = read_run(tmp_path / "one" / "record", max_steps=9)
     assert run.samples["rewards/style"] == [None, None, 0.5, 0.5]
     assert run.samples["reward"] == [1.0, 0.0, 1.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("weights", "reward"), [({"style": 3.0}, [2.5, 1.5]), ([0.5, 2.0], [1.5, 1.0]), (None, [1.5, 0.5])]
+)
+def test_the_reward_of_a_record_is_weighted(tmp_path, weights, reward):
+    rows = [{**row, "rewards/style": 0.5} for row in rollout_rows([[1.0, 0.0]])]
+    scored(tmp_path, write_rollouts(tmp_path / "rollouts.jsonl", rows), record=True, token_budget=100)
+    path = tmp_path / "record" / "step-00000000.parquet"
+    table = pq.read_table(path)
+    step = json.loads(table.schema.metadata[b"treepack.step"])
+    step["settings"] |= {"reward_weights": weights, "share_prefixes": False}
+    pq.write_table(table.replace_schema_metadata({b"treepack.step": json.dumps(step)}), path)
+    run = read_run(tmp_path / "record", max_steps=9)
+    assert run.samples["reward"] == reward
+    assert run.steps[0].total("tokens") == run.steps[0].total("raw_tokens") == 40
+
+
+def test_a_job_that_dropped_everything(tmp_path):
+    scored(tmp_path / "out", write_rollouts(tmp_path / "rollouts.jsonl", rollout_rows([[1.0, 0.0]])), token_budget=9)
+    _, data = page_of(tmp_path / "out", tmp_path)
+    assert data["steps"]["step"] == data["trees"] == []
+    assert data["reasons"] == [["oversize", 2]]
+    assert data["trained"] == 0
 
 
 def test_what_cannot_be_read(tmp_path):
