@@ -49,7 +49,7 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
           skips nor repeats one.
         - Samples of zero advantage, without a reward, or (on request) truncated leave the loss and its token count as
           if they had not been packed; TRL counts their tokens. Without them, and with the same samples in each
-          micro-batch, losses are TRL's.
+          micro-batch, losses are TRL's. A step of which nothing is left to train does not move the policy.
         - Rewards may come from `scorers`, from reward functions, or from both.
         - Rollout traces are not sent to trackio.
 
@@ -100,6 +100,7 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         self._rollouts: GroupedQueue | None = None
         self._recorder: StepRecorder | None = None
         self._scores: StepScores | None = None  # of the step under way, on the main process
+        self._trains = False  # whether any token of the step under way is trained, on any rank
         self._prepared = False
         with adapted_construction(
             register=partial(
@@ -165,6 +166,7 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         """The micro-batches of one optimizer step, scored."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._scores = score_step(self, batches) if batches else None
+        self._trains = any(bool(batch["global_n_tokens"].any()) for batch in batches)
         with raised_on_all_ranks(self.accelerator, "handing out a step's scores"):
             if self._scores is not None:
                 self._hand_out(self._scores)
@@ -214,6 +216,11 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             if isinstance(self.rollout_worker, ScoringRolloutWorker):
                 self.rollout_worker.skip_consumed(self.progress.watermark, self.progress.consumed_past_watermark)
 
+    def _before_optimizer_step(self) -> None:
+        """Optimizers pass over what has no gradient; one of zeros would still let momentum and decay move weights."""
+        if not self._trains:
+            self.model.zero_grad(set_to_none=True)
+
     def _step_trained(self) -> None:
         """The optimizer has stepped on what was scored last."""
         if self._scores is not None:
@@ -249,6 +256,10 @@ class _ScoringCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The model is wrapped, the worker not started."""
         self._trainer._begin()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A step of nothing must not move the policy."""
+        self._trainer._before_optimizer_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Before TRL counts the step's groups, and before a checkpoint."""

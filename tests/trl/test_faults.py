@@ -9,12 +9,15 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 
 import pytest
+import torch
 
 from support.children import put_endlessly
 from support.trl_rewards import infinite, one_too_few, raises
 from support.trl_rollouts import running, toy_server
+from support.trl_training import QueuedRollouts, save_policy, scoring_trainer
 from treepack.scoring.child_channels import ChildQueue
 from treepack.scoring.loopback_server import HttpError, LoopbackServer
 from treepack.scoring.queue import GroupShrunk
@@ -178,3 +181,27 @@ def test_a_child_killed_in_the_middle_of_a_row_does_not_hang_the_reader():
         items.get(timeout=1)
     with pytest.raises(queue.Empty):
         items.get_nowait()
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_a_step_without_a_signal_does_not_move_the_policy(policy, tmp_path):
+    """Momentum and weight decay would, where gradients are zeros: groups 3 to 8 have equal rewards."""
+    weights = []
+
+    def keep(_scores):
+        weights.append(trainer.model.get_input_embeddings().weight.detach().clone())
+
+    worker = QueuedRollouts(30, rewards=lambda group, i: 1.0 if 3 <= group < 9 else float(i % 2))
+    more = {"groups_per_step": 3, "max_steps": 5, "weight_decay": 0.1}
+    trainer = scoring_trainer(policy, tmp_path, worker, on_rollouts_scored=[keep], more=more)
+    trainer.train()
+    moved = [not torch.equal(before, after) for before, after in pairwise(weights)]
+    assert moved == [True, False, False, True]
+    assert trainer.progress.num_trained == 15
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["frac_reward_zero_std"] for line in lines] == [0, 1, 1, 0, 0]
