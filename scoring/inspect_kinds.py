@@ -37,7 +37,7 @@ ADVICE: dict[Kind, str] = {
     "reordered": "put the parts (tools, documents, lines) into one order",
     "retokenised": "carry token ids along instead of text that is tokenised again",
     "history": "keep the sampled tokens in the history as they were, or start a new rollout there",
-    "text": "expected of conversations and questions; what repeats behind it has no place of its own",
+    "text": "expected where questions or users differ; else put it behind what the rows share",
 }
 
 GRAM = 8

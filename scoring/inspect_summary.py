@@ -28,8 +28,13 @@ def print_inspection(found: Inspection, console: Console, *, top: int) -> None:
     console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _print_title(title: str, console: Console) -> None:
+    console.print(Text(title, style="italic"), soft_wrap=True)
+
+
 def _print_sharing(found: Inspection, console: Console) -> None:
-    table = Table(title=f"{found.rollouts}: sharing", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    _print_title(f"{found.rollouts}: sharing", console)
+    table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     for column in ("rows", "raw tokens", "unique", "packing ratio", "pair ratio"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -56,10 +61,10 @@ def _figures(shared: Sharing) -> tuple[str, ...]:
 
 def _print_divergences(found: Inspection, console: Console, top: int) -> None:
     divergences = found.divergences
-    console.print(
-        f"\nwhat breaks sharing ({divergences.sampled:,} forks are sampling, {divergences.free:,} others cost nothing)",
-        style="italic",
-        highlight=False,
+    console.print()
+    _print_title(
+        f"what breaks sharing ({divergences.sampled:,} forks are sampling, {divergences.free:,} others cost nothing)",
+        console,
     )
     telling = [cause for cause in divergences.causes if cause.tokens >= NEGLIGIBLE * found.within_groups.tokens]
     if not telling:
@@ -118,7 +123,8 @@ def _print_forecasts(found: Inspection, console: Console) -> None:
     unshared = max(one.unshared_attention_tflops for one in found.forecasts) / 1e3
     title = f"forecast: {steps} micro-batches a step, {found.model.name}; unshared attention {unshared:,.2f} PFLOP"
     console.print()
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    _print_title(title, console)
+    table = Table(box=None, padding=(0, 2, 0, 0))
     columns = ("ranks", "tokens", "placement", "steps", "dropped", "ratio", "busy", "GiB", "PFLOP", "time")
     for column in columns:
         table.add_column(column, justify="left" if column == "placement" else "right", no_wrap=True)
