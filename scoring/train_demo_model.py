@@ -86,7 +86,7 @@ def make_judge(
         optimizer.zero_grad()
     judge = tiny_model(tokenizer, seed=seed, attention="treepack")
     judge.load_state_dict(student.state_dict())
-    return judge, -float(loss)
+    return judge, -float(loss.detach())
 
 
 def _byte_tokens() -> list[str]:

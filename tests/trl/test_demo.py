@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from treepack import register_attention
 from treepack.scoring.train_demo import MARGIN, DemoReport, DemoStep, plot_curve
 from treepack.scoring.train_demo_model import byte_tokenizer, make_judge, make_prompts, save_policy, tiny_model
 
@@ -40,10 +41,10 @@ def test_the_curve_is_drawn(tmp_path):
 
 
 def test_the_judge_knows_its_sentence_and_the_tokenizer_all_bytes(tmp_path):
+    register_attention()
     tokenizer, prompts = byte_tokenizer(), make_prompts(8)
-    text = "so it is. "
-    judge, of_the_text = make_judge(tokenizer, prompts, text, seed=1, steps=150)
-    assert of_the_text > -1.0
+    judge, of_the_text = make_judge(tokenizer, prompts, "so it is. ", seed=1, steps=60)
+    assert -1.0 < of_the_text < 0.0
     assert judge.config._attn_implementation == "treepack"
     assert tokenizer.decode(tokenizer.encode("é ~\n")) == "é ~\n"
     save_policy(tmp_path, seed=3)
