@@ -9,8 +9,8 @@ from support.models import tiny_model
 
 pytest.importorskip("trl", reason="needs the extra `trl`")
 
-from support.trl_training import VOCAB_SIZE, QueuedRollouts, losses_of, save_policy, scoring_trainer  # noqa: E402
-from treepack import RewardModelScorer, register_attention  # noqa: E402
+from support.trl_training import VOCAB_SIZE, QueuedRollouts, losses_of, save_policy, scoring_trainer
+from treepack import RewardModelScorer, register_attention
 
 pytestmark = [needs_gpu, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")]
 
