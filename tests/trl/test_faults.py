@@ -20,7 +20,8 @@ from support.trl_rollouts import running, toy_server
 from support.trl_training import QueuedRollouts, save_policy, scoring_trainer
 from treepack.scoring.child_channels import ChildQueue
 from treepack.scoring.loopback_server import HttpError, LoopbackServer
-from treepack.scoring.queue import GroupShrunk
+from treepack.scoring.progress import GroupProgress
+from treepack.scoring.queue import GroupedQueue, GroupShrunk
 
 
 class Answers(LoopbackServer):
@@ -165,6 +166,22 @@ def test_a_full_queue_holds_generation_back_and_loses_nothing():
         assert [row.uid for row in rows] == list(range(20))
         assert [row.group_id for row in rows] == [group for group in range(5) for _ in range(4)]
     assert asked < 120  # the queue, the groups that wait to be scored, and what was under way
+
+
+def test_a_queue_full_of_stale_groups_is_cleared_and_fresh_ones_follow():
+    with toy_server() as server, running(server.url, queue_maxsize=4, max_inflight_tasks=1) as run:
+        while not run.rows.full():
+            time.sleep(0.05)
+        run.version.value = 10
+        progress = GroupProgress()
+        grouped = GroupedQueue(run.rows, model_version=lambda: 10, max_staleness=1, progress=progress)
+        fresh = [grouped.get(timeout=60) for _ in range(8)]
+    assert {row.model_version for row in fresh} == {10}
+    assert Counter(row.group_id for row in fresh) == {fresh[0].group_id: 4, fresh[4].group_id: 4}
+    stale = progress.num_dropped["stale"]
+    assert grouped.dropped == {"stale": 4 * stale}
+    assert stale >= 1
+    assert progress.watermark == fresh[0].group_id == stale
 
 
 def test_a_child_killed_in_the_middle_of_a_row_does_not_hang_the_reader():
