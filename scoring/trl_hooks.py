@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from treepack.kernels.hf_attention import register_attention
+from treepack.kernels.hf_attention import ATTENTION_NAMES, register_attention
 from treepack.kernels.hybrid import hybrid_support, outermost_pretrained
+from treepack.kernels.tree_support import check_tree_support
 from treepack.scoring.collator import ScoringCollator
 from treepack.scoring.collectives import raised_on_all_ranks
 from treepack.scoring.planner import StepPlanner, check_step_capacity
@@ -71,7 +72,8 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         TypeError: `args` is no `ScoringGRPOConfig`, or a scorer no `TrainerScorer`.
         ValueError: two scorers, or a scorer and a reward function, share a name; nothing gives a reward;
             `reward_weights` does not fit the columns; a group of `num_generations` cannot fit in an optimizer step.
-        NotImplementedError: the policy would get a packed row wrong (see `check_tree_support`).
+        NotImplementedError: the policy, or a scorer's model under tree attention, would get a packed row wrong (see
+            `check_tree_support`).
     """
 
     def __init__(
@@ -273,6 +275,9 @@ def _check_scorers(scorers: Sequence[TrainerScorer]) -> None:
     names = [scorer.name for scorer in scorers]
     if len(set(names)) < len(names):
         raise ValueError(f"scorers must have names of their own, got {names}")
+    for model in (value for scorer in scorers for value in vars(scorer).values() if isinstance(value, PreTrainedModel)):
+        if model.config.get_text_config()._attn_implementation in ATTENTION_NAMES:
+            check_tree_support(model)
 
 
 def _check_rewards(

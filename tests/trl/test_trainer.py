@@ -158,6 +158,7 @@ def test_without_scorers_losses_are_trls(policy, tmp_path, monkeypatch, per_row)
 
 
 def test_reward_model_log_probs_and_ebft_score_together(policy, tmp_path):
+    register_attention()
     reward_model = tiny_model(
         "llama",
         auto_class=AutoModelForSequenceClassification,
@@ -302,6 +303,17 @@ class TestConstruction:
             scoring_trainer(policy, tmp_path, None, scorers=[Length(), Length()])
         with pytest.raises(ValueError, match=r"other names than reward_funcs, got \['length'\] twice"):
             scoring_trainer(policy, tmp_path, None, scorers=[Length()], reward_funcs=[length])
+
+    def test_a_scorers_model_that_packed_rows_are_wrong_for(self, policy, tmp_path):
+        """Of a scorer of one's own; those that ship check their models themselves."""
+        register_attention()
+        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        scorer = Length()
+        scorer.model = tiny_model("llama", rope_parameters=rope, attn_implementation="treepack")
+        with pytest.raises(NotImplementedError, match="dynamic rope depends on the longest position"):
+            scoring_trainer(policy, tmp_path, QueuedRollouts(0), scorers=[scorer])
+        scorer.model = tiny_model("llama", rope_parameters=rope, attn_implementation="sdpa")  # runs samples alone
+        scoring_trainer(policy, tmp_path, QueuedRollouts(0), scorers=[scorer])
 
     @pytest.mark.parametrize(
         ("weights", "message"),

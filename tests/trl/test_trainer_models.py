@@ -145,6 +145,7 @@ def test_backend_and_determinism_reach_the_op(policy, tmp_path, monkeypatch):
         seen.add((torch.is_grad_enabled(), backend, deterministic))
         return attend(*args, backend=backend, deterministic=deterministic, **options)
 
+    register_attention()
     attend = hf_attention.tree_attention
     try:
         more = {"max_steps": 1, "attention_backend": "reference", "deterministic": True}
