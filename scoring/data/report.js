@@ -165,13 +165,14 @@ function drawTree() {
   const samples = sum(roots.map((root) => root[1]));
   const values = one[colour].map((value) => (colour === "tokens" ? Math.log10(value) : value));
   const known = values.filter((value) => value !== null);
-  const ends = [Math.min(...known), Math.max(...known)];
+  const ends = known.length ? [Math.min(...known), Math.max(...known)] : [0, 0];
   const diverging = colour === "advantage";
-  const limit = Math.max(Math.abs(ends[0]), Math.abs(ends[1]), 1e-9);
+  const limit = Math.max(Math.abs(ends[0]), Math.abs(ends[1])) || 1;
   const [low, high] = diverging ? [-limit, limit] : ends[0] < ends[1] ? ends : [ends[0] - 0.5, ends[0] + 0.5];
+  const none = diverging ? 0 : low;
   const scale = diverging
-    ? [[0, css("--bad")], [0.5, css("--raw")], [1, css("--accent")]]
-    : [[0, css("--raw")], [1, css("--accent")]];
+    ? [[0, css("--bad")], [0.5, css("--box-low")], [1, css("--box-high")]]
+    : [[0, css("--box-low")], [1, css("--box-high")]];
   const powers = [1, 10, 100, 1000, 10000, 100000].filter((value) => value >= 10 ** low && value <= 10 ** high);
   const ticks = colour === "tokens" ? { tickvals: powers.map(Math.log10), ticktext: powers.map(show) } : {};
   const hover = one.tokens.map((tokens, i) =>
@@ -190,7 +191,7 @@ function drawTree() {
     parents: ["", ...one.parent.map((parent) => (parent < 0 ? "row" : `s${parent}`))],
     values: [samples, ...one.samples], hovertext: [`${show(samples)} samples`, ...hover], hoverinfo: "text",
     marker: {
-      colors: [low, ...values.map((value) => (value === null ? low : value))], cmin: low, cmax: high, colorscale: scale,
+      colors: [none, ...values.map((value) => value ?? none)], cmin: low, cmax: high, colorscale: scale,
       showscale: true, colorbar: { thickness: 12, outlinewidth: 0, ...ticks }, line: { width: 0.5, color: css("--card") },
     },
     pathbar: { visible: true, thickness: 22 }, textinfo: "label",
