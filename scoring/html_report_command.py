@@ -31,8 +31,10 @@ def html_report(
 ) -> None:
     """Write one HTML file of a run: its prefix trees, steps, rows, rewards, advantages, and tables.
 
-    The file needs no network, and text of rollouts in it runs nothing. What a replay found different is shown too, where
-    it was kept beside the steps: treepack replay DIR --json > DIR/replay.json
+    The file needs no network, and text of rollouts in it runs nothing.
+
+    What a replay found different is shown too, where it lies beside the steps:
+    treepack replay DIR --json > DIR/replay.json
 
     Exit codes:
       0    done
