@@ -12,6 +12,7 @@ MODULES = ("treepack", "!treepack.kernels", "!treepack.scoring", "treepack.scori
 
 
 def main(folder: Path) -> None:
+    """Write index.html and a page a module to `folder`."""
     for name in treepack.__all__:  # names load on first use, and pdoc looks only at what is there
         getattr(treepack, name)
     pdoc.render.configure(
