@@ -2,7 +2,7 @@
 
 A tiny policy is served over HTTP, TRL's rollout child asks for completions, and a judge on the trainer, a small
 language model that has learned one sentence, scores them on packed rows. The policy never sees the sentence and still
-learns to write what the judge finds likely.
+learns to write what the judge finds likely. A judge this small can be fooled, so that is seldom the sentence itself.
 """
 
 import json
@@ -157,7 +157,7 @@ def _arguments(steps: int, seed: int, out: Path, url: str) -> ScoringGRPOConfig:
         output_dir=str(out / "trainer"),
         vllm_server_base_url=url,
         max_steps=steps,
-        learning_rate=1e-2,
+        learning_rate=5e-3,
         gradient_accumulation_steps=1,
         token_budget=4096,
         groups_per_step=_GROUPS_PER_STEP,
