@@ -39,13 +39,13 @@ class EBFTScorer(PackedModelScorer):
     single sample). For a = b = 1 this is the policy gradient's reward for |mean_j f_j - f_ref|^2, the conditional
     feature-matching loss, which the paper takes with `advantage_estimator="rloo"`. Metrics, a group's means over its
     samples, of the features as they enter the reward:
-        - `ebft/alignment`: <f_j, f_ref>
-        - `ebft/diversity`: 1 / (n - 1) sum over i != j of <f_j, f_i>; lower is more diverse
-        - `ebft/cfm_loss`: |mean_j f_j - f_ref|^2
+      - `ebft/alignment`: `<f_j, f_ref>`
+      - `ebft/diversity`: `1 / (n - 1) sum over i != j of <f_j, f_i>`; lower is more diverse
+      - `ebft/cfm_loss`: `|mean_j f_j - f_ref|^2`
 
     Features are the hidden states of some layers, each pooled over the sequence, laid end to end; then, if asked,
     whitened by the pseudo-inverse square root of the group's second moment (1/n sum_j f_j f_j^T, the reference left
-    out), then scaled to unit length, which makes <f_j, f_ref> a cosine. Only pooled hidden states are kept.
+    out), then scaled to unit length, which makes `<f_j, f_ref>` a cosine. Only pooled hidden states are kept.
 
     The reference answer is the sample key `reference_ids`: (m,) integers, the answer's token ids without the prompt,
     the same in all samples of a group that have it. The prompt put before it is what comes before the first completion

@@ -84,12 +84,12 @@ class GroupedQueue:
     the rows of a group may go to different ones.
 
     What is dropped is counted by reason, in rows (`dropped`), logged, and reported to `progress`:
-        - "stale": when the group completes, its oldest row is more than `max_staleness` policy versions old. Judged
-          once: a group kept stays whole, also when the version advances while it is being read. An incomplete group
-          that is already too old goes at once (rows of it that still come are late).
-        - "shrunk": rows of fewer than two rollouts are left of a group that was announced as shrunken: no signal.
-        - "incomplete": the longest-waiting group, when more than `max_waiting_groups` wait for rows that were lost.
-        - "late": a row of a group that was released or dropped before, or that `progress` knows as consumed.
+      - "stale": when the group completes, its oldest row is more than `max_staleness` policy versions old. Judged
+        once: a group kept stays whole, also when the version advances while it is being read. An incomplete group
+        that is already too old goes at once (rows of it that still come are late).
+      - "shrunk": rows of fewer than two rollouts are left of a group that was announced as shrunken: no signal.
+      - "incomplete": the longest-waiting group, when more than `max_waiting_groups` wait for rows that were lost.
+      - "late": a row of a group that was released or dropped before, or that `progress` knows as consumed.
 
     Args:
         inner: a `queue.Queue` or multiprocessing queue of `QueueRow`s and `GroupShrunk`s.

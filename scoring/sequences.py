@@ -153,7 +153,7 @@ def chunk_sequences(
         The indices (0-based) of each chunk's sequences.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as in `pack_sequences`; *token_budget* is not positive.
+        ValueError, TypeError, NotImplementedError: as in `pack_sequences`; `token_budget` is not positive.
 
     Source: `core.trainers.async_grpo.scoring.chunk_sequences` (axolotl).
     """

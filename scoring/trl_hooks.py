@@ -44,15 +44,15 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
     """TRL's asynchronous GRPO trainer that computes rewards and advantages on the trainer, over packed rows.
 
     Differences from `AsyncGRPOTrainer` (TRL 1.16), all by design:
-        - Policy and scorers run tree attention on every device, models with attention sinks included; recurrent
-          layers follow the tree where tree-recurrence is installed (see `prepare_model`).
-        - Groups are taken whole: each is planned into one optimizer step, is stale as a whole, and a resume neither
-          skips nor repeats one.
-        - Samples of zero advantage, without a reward, or (on request) truncated leave the loss and its token count as
-          if they had not been packed; TRL counts their tokens. Without them, and with the same samples in each
-          micro-batch, losses are TRL's. A step of which nothing is left to train does not move the policy.
-        - Rewards may come from `scorers`, from reward functions, or from both.
-        - Rollout traces are not sent to trackio.
+      - Policy and scorers run tree attention on every device, models with attention sinks included; recurrent
+        layers follow the tree where tree-recurrence is installed (see `prepare_model`).
+      - Groups are taken whole: each is planned into one optimizer step, is stale as a whole, and a resume neither
+        skips nor repeats one.
+      - Samples of zero advantage, without a reward, or (on request) truncated leave the loss and its token count as
+        if they had not been packed; TRL counts their tokens. Without them, and with the same samples in each
+        micro-batch, losses are TRL's. A step of which nothing is left to train does not move the policy.
+      - Rewards may come from `scorers`, from reward functions, or from both.
+      - Rollout traces are not sent to trackio.
 
     A checkpoint also holds which groups were trained or dropped (`PROGRESS_FILE`). Without it (a checkpoint of TRL's
     own), a resume starts from the first prompt.

@@ -206,15 +206,15 @@ class ScoringRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
     """TRL's rollout worker for a trainer that scores.
 
     Rows come as `ScoringSample`s with their advantage pending. What differs from TRL's worker:
-        - Reward functions may be left out: scorers on the trainer are a source of rewards too.
-        - A generation that fails (the server refuses, times out, or answers without finite log-probabilities) shrinks
-          its group instead of ending the run: a `GroupShrunk` precedes the group's rows. So does a conversation without
-          a trained token. `max_failures` failures in a row end the run, with the last cause.
-        - Group ids go on across resumes: group g is made from prompt g modulo the dataset's length, and groups that
-          `skip_consumed` named are not generated again.
-        - What a reward function returns is checked, and an error names the function.
-        - `check_health` tells at once that the child is gone, and nothing waits for a child that was killed, wherever
-          that met it. The child ends with its parent, however that ends.
+      - Reward functions may be left out: scorers on the trainer are a source of rewards too.
+      - A generation that fails (the server refuses, times out, or answers without finite log-probabilities) shrinks
+        its group instead of ending the run: a `GroupShrunk` precedes the group's rows. So does a conversation without
+        a trained token. `max_failures` failures in a row end the run, with the last cause.
+      - Group ids go on across resumes: group g is made from prompt g modulo the dataset's length, and groups that
+        `skip_consumed` named are not generated again.
+      - What a reward function returns is checked, and an error names the function.
+      - `check_health` tells at once that the child is gone, and nothing waits for a child that was killed, wherever
+        that met it. The child ends with its parent, however that ends.
 
     Args:
         sample_columns: dataset columns that scorers read, carried to `ScoringSample.columns`.
