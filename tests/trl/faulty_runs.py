@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ MID_STEP_S = 120
 """How long the step sleeps in which the test kills the run."""
 
 
-def child_is_killed(folder):
-    """By the kernel, say, for its memory."""
+@contextmanager
+def training_whose_child_is_killed(folder):
+    """By the kernel, say, for its memory: (trainer, when it was killed), the latter filled by the first scored step."""
     killed = []
 
     def kill(_scores):
@@ -29,9 +31,19 @@ def child_is_killed(folder):
 
     config = {"max_steps": 1000}
     with served_training(folder, reward_funcs=[lengths], on_rollouts_scored=[kill], config=config) as (trainer, _):
+        yield trainer, killed
+
+
+def child_is_killed(folder):
+    with training_whose_child_is_killed(folder) as (trainer, killed):
         with pytest.raises(RuntimeError, match="the rollout child is gone without a word, exit code -9"):
             trainer.train()
         assert time.monotonic() - killed[0] < 30
+
+
+def child_is_killed_uncaught(folder):
+    with training_whose_child_is_killed(folder) as (trainer, _):
+        trainer.train()
 
 
 def reward_raises(folder):
@@ -76,7 +88,9 @@ def goes_on(folder):
         assert trainer.progress.num_trained == 16
 
 
-RUNS = {run.__name__: run for run in (child_is_killed, reward_raises, stays_in_step_3, goes_on)}
+RUNS = {
+    run.__name__: run for run in (child_is_killed, child_is_killed_uncaught, reward_raises, stays_in_step_3, goes_on)
+}
 
 
 def main():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.torchrun import TESTS
+from support.torchrun import TESTS, launch
 from support.trl_end_to_end import prepare
 
 SCRIPT = Path(__file__).parent / "faulty_runs.py"
@@ -50,6 +50,13 @@ def is_alive(pid):
 def test_a_child_that_dies_or_fails_ends_the_run_with_the_cause(folder):
     lines = finish(start(folder, "child_is_killed", "reward_raises"))
     assert [line for line in lines if line.endswith(": ok")] == ["child_is_killed: ok", "reward_raises: ok"]
+
+
+def test_all_ranks_end_when_the_child_dies(folder):
+    """Only the main process can see it; its end is what the launcher ends the others for."""
+    result = launch(SCRIPT, folder, "child_is_killed_uncaught")
+    assert result.returncode != 0
+    assert "RuntimeError: the rollout child is gone without a word, exit code -9" in result.stderr
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
