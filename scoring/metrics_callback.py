@@ -37,6 +37,13 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log what came together, if the trainer is about to."""
+        self._log_if_due(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The same, under `logging_strategy="epoch"`."""
+        self._log_if_due(control)
+
+    def _log_if_due(self, control: Any) -> None:
         if control.should_log and (line := reduced(self._metrics)):
             self._metrics.clear()
             self._trainer.log(line)

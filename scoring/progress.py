@@ -170,7 +170,7 @@ class GroupProgress:
             self._next_line_s = waited_s + self._waiting_line_s
             stages = Counter(self._stage.values())
         complete, in_flight = stages["complete"], stages["in_flight"]
-        logger.info(
+        logger.warning(  # shown by default, and as it stands where logging is not set up
             "waiting: %d/%d groups complete, %d in flight, %.0f s", complete, complete + in_flight, in_flight, waited_s
         )
 

@@ -1,6 +1,7 @@
 """ScoringGRPOConfig: TRL's AsyncGRPOConfig and what planning, scoring and attention add to it."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -12,6 +13,9 @@ from treepack.scoring.trainer import LossNormalization, ScoringArgs
 from treepack.scoring.trl_layout import AsyncGRPOConfig
 
 Oversize = Literal["drop", "raise"]
+
+_NOT_CARRIED = ("prompt", "completion", "completion_ids")
+"""Dataset columns that TRL's rollout loop does not keep beside a group."""
 
 
 @dataclass
@@ -35,7 +39,7 @@ class ScoringGRPOConfig(AsyncGRPOConfig):  # type: ignore[misc]
 
     Raises:
         ValueError: a value that none of these takes.
-        TypeError: `reward_weights` is neither a mapping nor a sequence.
+        TypeError: `reward_weights` is neither a mapping nor a sequence of numbers, or `sample_columns` no list.
     """
 
     advantage_estimator: Estimator = field(
@@ -84,7 +88,10 @@ class ScoringGRPOConfig(AsyncGRPOConfig):  # type: ignore[misc]
     sample_columns: list[str] | None = field(
         default=None, metadata={"help": "Dataset columns that samples carry for scorers to read."}
     )
-    max_request_attempts: int = field(default=30, metadata={"help": "How often a request to the server is tried."})
+    max_request_attempts: int = field(
+        default=30,
+        metadata={"help": "Rounds, of up to three tries each, after which a request to the server has failed."},
+    )
     max_failed_generations: int = field(
         default=64, metadata={"help": "Generations that may fail in a row before the run ends."}
     )
@@ -109,6 +116,7 @@ class ScoringGRPOConfig(AsyncGRPOConfig):  # type: ignore[misc]
                 raise ValueError(f"{name} must be at least 1, got {count}")
         if not self.flush_after_s > 0:
             raise ValueError(f"flush_after_s must be above 0, got {self.flush_after_s}")
+        _check_sample_columns(self.sample_columns)
         super().__post_init__()
 
 
@@ -120,8 +128,21 @@ def _reward_weights(given: Any) -> dict[str, float] | list[float] | None:
             raise ValueError(f"reward_weights must be JSON where it is a string, got {given!r}") from None
     if given is None:
         return None
-    if isinstance(given, Mapping):
-        return {str(name): float(weight) for name, weight in given.items()}
-    if isinstance(given, Sequence):
-        return [float(weight) for weight in given]
-    raise TypeError(f"reward_weights must be a mapping by name or a sequence, got {type(given).__name__}")
+    if not isinstance(given, Mapping | Sequence):
+        raise TypeError(f"reward_weights must be a mapping by name or a sequence, got {type(given).__name__}")
+    try:
+        weights = [float(weight) for weight in (given.values() if isinstance(given, Mapping) else given)]
+    except (TypeError, ValueError):
+        raise TypeError(f"reward_weights must be numbers, got {given!r}") from None
+    if not all(map(math.isfinite, weights)):
+        raise ValueError(f"reward_weights must be finite, got {given!r}")
+    return dict(zip(map(str, given), weights, strict=True)) if isinstance(given, Mapping) else weights
+
+
+def _check_sample_columns(names: Any) -> None:
+    if names is None:
+        return
+    if not isinstance(names, list | tuple):
+        raise TypeError(f"sample_columns must be a list of column names, got {names!r}")
+    if refused := [name for name in names if name in _NOT_CARRIED]:
+        raise ValueError(f"sample_columns must be other columns than {_NOT_CARRIED}, got {refused}")

@@ -2,10 +2,10 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -38,6 +38,7 @@ PROGRESS_FILE = "treepack_progress.json"
 logger = logging.getLogger(__name__)
 
 OnRolloutsScored = Callable[[StepScores], object]
+Item = TypeVar("Item")
 
 
 class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
@@ -69,7 +70,8 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         progress: the `GroupProgress` of the main process, which alone sees groups.
 
     Raises:
-        TypeError: `args` is no `ScoringGRPOConfig`, or a scorer no `TrainerScorer`.
+        TypeError: `args` is no `ScoringGRPOConfig`, a scorer no `TrainerScorer`, a reward function no function, or
+            what should be a sequence none.
         ValueError: two scorers, or a scorer and a reward function, share a name; nothing gives a reward;
             `reward_weights` does not fit the columns; a group of `num_generations` cannot fit in an optimizer step.
         NotImplementedError: the policy, or a scorer's model under tree attention, would get a packed row wrong (see
@@ -92,13 +94,15 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             args = ScoringGRPOConfig(f"{Path(model).name}-ScoringGRPO")
         if not isinstance(args, ScoringGRPOConfig):
             raise TypeError(f"args must be a ScoringGRPOConfig, got {type(args).__name__}")
+        scorers = _listed("scorers", scorers)
+        on_rollouts_scored = _listed("on_rollouts_scored", on_rollouts_scored)
         _check_scorers(scorers)
         _check_rewards(reward_funcs, scorers, args, trl_arguments)
         if args.token_budget is not None:
             _check_capacity(args, args.world_size)
-        self.scorers = tuple(scorers)
+        self.scorers = scorers
         self.progress = GroupProgress()
-        self._on_rollouts_scored = tuple(on_rollouts_scored)
+        self._on_rollouts_scored = on_rollouts_scored
         self._rollouts: GroupedQueue | None = None
         self._recorder: StepRecorder | None = None
         self._scores: StepScores | None = None  # of the step under way, on the main process
@@ -268,6 +272,13 @@ class _ScoringCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer._step_trained()
 
 
+def _listed(name: str, values: Iterable[Item]) -> tuple[Item, ...]:
+    """All of them: an iterator would be used up by the first look."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence, got {type(values).__name__}")
+    return tuple(values)
+
+
 def _check_scorers(scorers: Sequence[TrainerScorer]) -> None:
     for scorer in scorers:
         if not isinstance(scorer, TrainerScorer):
@@ -283,7 +294,9 @@ def _check_scorers(scorers: Sequence[TrainerScorer]) -> None:
 def _check_rewards(
     reward_funcs: Any, scorers: Sequence[TrainerScorer], args: ScoringGRPOConfig, trl_arguments: Mapping[str, Any]
 ) -> None:
-    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
+    functions = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
+    if other := [function for function in functions if not callable(function)]:
+        raise TypeError(f"reward_funcs must be a function or a list of functions, got {other[0]!r}")
     own = [worker_module.get_callable_name(function) for function in functions]
     scored = [scorer.name for scorer in scorers]
     if both := sorted(set(own) & set(scored)):

@@ -56,7 +56,6 @@ _LAYOUT: dict[str, tuple[str, ...]] = {
         "Dataset",
         "get_callable_name",
         "is_async_callable",
-        "get_callable_name",
         "is_vllm_available",
     ),
     f"{_HOME}.packing": ("TREE_ATTENTION", "TreeRow", "register_tree_attention"),

@@ -5,6 +5,7 @@ calls the reward functions and puts rows on the queue. Neither touches a GPU or 
 """
 
 import asyncio
+import json
 import logging
 import math
 import multiprocessing
@@ -123,7 +124,7 @@ class ScoringRolloutLoop(AsyncRolloutLoop):  # type: ignore[misc]
             raise RolloutFailedError(
                 f"{where} gave no answer within request_timeout {self.request_timeout} s"
             ) from error
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
             raise RolloutFailedError(
                 f"{where} must answer with choices[0].token_ids and .logprobs.token_logprobs, got an answer that gives "
                 f"{type(error).__name__}: {error}"

@@ -1,7 +1,6 @@
 """GroupProgress: what a resume skips, under prefetch and out-of-order groups; the waiting line; IdRanges."""
 
 import json
-import logging
 import time
 from itertools import islice, pairwise
 
@@ -141,26 +140,25 @@ def test_the_waiting_line(monkeypatch, caplog):
     for group in range(7):
         progress.completed(group)
     progress.planned([0, 1])
-    with caplog.at_level(logging.INFO, logger="treepack.scoring.progress"):
-        progress.waiting()
-        now += 39
-        progress.waiting()
-        assert caplog.messages == []
-        now += 3
-        progress.waiting()
-        assert caplog.messages == ["waiting: 5/8 groups complete, 3 in flight, 42 s"]
-        now += 39
-        progress.waiting()
-        assert len(caplog.messages) == 1
-        now += 1
-        progress.waiting()
-        assert caplog.messages[1:] == ["waiting: 5/8 groups complete, 3 in flight, 82 s"]
-        progress.arrived()
-        now += 39
-        progress.waiting()  # a new wait begins
-        now += 39
-        progress.waiting()
-        assert len(caplog.messages) == 2
+    progress.waiting()
+    now += 39
+    progress.waiting()
+    assert caplog.messages == []
+    now += 3
+    progress.waiting()
+    assert caplog.messages == ["waiting: 5/8 groups complete, 3 in flight, 42 s"]  # where logging is not set up, too
+    now += 39
+    progress.waiting()
+    assert len(caplog.messages) == 1
+    now += 1
+    progress.waiting()
+    assert caplog.messages[1:] == ["waiting: 5/8 groups complete, 3 in flight, 82 s"]
+    progress.arrived()
+    now += 39
+    progress.waiting()  # a new wait begins
+    now += 39
+    progress.waiting()
+    assert len(caplog.messages) == 2
 
 
 def test_refusals():

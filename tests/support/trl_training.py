@@ -16,7 +16,9 @@ from treepack.scoring.trl_hooks import ScoringGRPOConfig, ScoringGRPOTrainer
 from treepack.scoring.trl_rollouts import ScoringSample
 
 VOCAB_SIZE = 300
-PROMPTS = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"q{i}"}] for i in range(16)]})
+PROMPTS = Dataset.from_dict(
+    {"prompt": [[{"role": "user", "content": f"q{i}"}] for i in range(16)], "number": list(range(16))}
+)
 
 
 def byte_tokenizer():

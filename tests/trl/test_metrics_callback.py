@@ -56,7 +56,11 @@ class Integration(TrainerCallback):
         self.lines.append(dict(logs))
 
 
-def test_every_integration_gets_each_window_once(tmp_path):
+@pytest.mark.parametrize(
+    ("logging", "steps"),
+    [({"logging_steps": 2}, [2, 4]), ({"logging_strategy": "epoch", "per_device_train_batch_size": 32}, [2, 4])],
+)
+def test_every_integration_gets_each_window_once(tmp_path, logging, steps):
     AcceleratorState._reset_state(True)
     metrics, integration = defaultdict(list), Integration()
 
@@ -68,9 +72,7 @@ def test_every_integration_gets_each_window_once(tmp_path):
 
     trainer = Training(
         Square(),
-        TrainingArguments(
-            str(tmp_path), max_steps=4, logging_steps=2, report_to="none", use_cpu=True, disable_tqdm=True
-        ),
+        TrainingArguments(str(tmp_path), max_steps=4, report_to="none", use_cpu=True, disable_tqdm=True, **logging),
         train_dataset=Dataset.from_dict({"x": [[1.0]] * 64}),
         callbacks=[integration],
     )
@@ -79,4 +81,4 @@ def test_every_integration_gets_each_window_once(tmp_path):
     lines = [line for line in integration.lines if "batch/packing_ratio" in line]
     assert [line["batch/packing_ratio"] for line in lines] == [3.0, 3.0]
     assert [line["batch/dropped_stale_total"] for line in lines] == [2.0, 2.0]
-    assert [entry["step"] for entry in trainer.state.log_history if "batch/packing_ratio" in entry] == [2, 4]
+    assert [entry["step"] for entry in trainer.state.log_history if "batch/packing_ratio" in entry] == steps

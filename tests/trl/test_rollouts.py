@@ -1,6 +1,7 @@
 """The rollout loop against a loopback server, in this process: what it puts on the queue, and what it leaves out."""
 
 import asyncio
+import json
 import math
 import queue
 
@@ -14,7 +15,7 @@ from treepack.scoring.progress import GroupProgress
 from treepack.scoring.queue import GroupedQueue, GroupShrunk
 from treepack.scoring.train_demo_model import byte_tokenizer, tiny_model
 from treepack.scoring.trl_layout import AsyncRolloutWorker, RolloutGroup, TrainingSequence
-from treepack.scoring.trl_rollouts import ScoringRolloutWorker
+from treepack.scoring.trl_rollouts import RolloutFailedError, ScoringRolloutWorker
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,17 @@ def test_failed_generations_shrink_their_group():
     assert [row.group_id for row in rows] == [0] * 3 + [3] * 4
     assert [row.group_size for row in rows] == [3] * 3 + [4] * 4
     assert progress.num_dropped == {"shrunk": 2}
+
+
+def test_an_answer_that_is_no_json_is_told_with_its_server(monkeypatch):
+    async def broken(*args):
+        return json.loads("{oops")
+
+    run = LoopRun("http://127.0.0.1:1")
+    monkeypatch.setattr(run.loop, "_post", broken)
+    with pytest.raises(RolloutFailedError, match=r"http://127.0.0.1:1/v1/completions must answer .*JSONDecodeError"):
+        asyncio.run(run.loop._generate_one_turn([5]))
+    run.discard()
 
 
 def same_name(make):

@@ -204,6 +204,21 @@ def test_zero_variance_for_a_while_trains_nothing_and_is_counted(policy, tmp_pat
     assert trainer.progress.num_trained == 9
 
 
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_gradient_scaler_takes_a_step_of_nothing(policy, tmp_path, max_grad_norm):
+    """It refuses to step without having seen gradients: fp16's, which accelerate has on a GPU alone."""
+    worker = QueuedRollouts(30, rewards=lambda group, i: float(i % 2) if group >= 3 else 1.0)
+    more = {"groups_per_step": 3, "max_steps": 2, "max_grad_norm": max_grad_norm}
+    trainer = scoring_trainer(policy, tmp_path, worker, more=more)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    trainer.accelerator.native_amp = True
+    trainer.accelerator.state._mixed_precision = "fp16"
+    trainer.train()
+    assert trainer.accelerator.scaler.get_scale() == 2.0**16
+    assert losses_of(trainer)[0] == 0.0
+    assert losses_of(trainer)[1] != 0.0
+
+
 def test_truncated_samples_leave_the_loss(policy, tmp_path):
     worker = QueuedRollouts(20, finished=False)
     trainer = scoring_trainer(policy, tmp_path, worker, more={"max_steps": 1, "mask_truncated_completions": True})
@@ -303,6 +318,16 @@ class TestConstruction:
             scoring_trainer(policy, tmp_path, None, scorers=[Length(), Length()])
         with pytest.raises(ValueError, match=r"other names than reward_funcs, got \['length'\] twice"):
             scoring_trainer(policy, tmp_path, None, scorers=[Length()], reward_funcs=[length])
+        with pytest.raises(TypeError, match="scorers must be a sequence, got Length"):
+            scoring_trainer(policy, tmp_path, None, scorers=Length())
+        with pytest.raises(TypeError, match="on_rollouts_scored must be a sequence, got builtin_function_or_method"):
+            scoring_trainer(policy, tmp_path, None, scorers=[Length()], on_rollouts_scored=print)
+        with pytest.raises(TypeError, match=r"reward_funcs must be a function or a list of functions, got 'length'"):
+            scoring_trainer(policy, tmp_path, None, reward_funcs=["length"])
+
+    def test_an_iterator_gives_all_its_scorers(self, policy, tmp_path):
+        scorers = [Length()]
+        assert scoring_trainer(policy, tmp_path, QueuedRollouts(0), scorers=iter(scorers)).scorers == tuple(scorers)
 
     def test_a_scorers_model_that_packed_rows_are_wrong_for(self, policy, tmp_path):
         """Of a scorer of one's own; those that ship check their models themselves."""
@@ -340,10 +365,10 @@ class TestConstruction:
             tmp_path,
             None,
             scorers=[Length()],
-            more={"sample_columns": ["prompt"], "max_request_attempts": 2, "max_failed_generations": 5},
+            more={"sample_columns": ["number"], "max_request_attempts": 2, "max_failed_generations": 5},
         )
         arguments = trainer.rollout_worker._loop_kwargs
-        assert (arguments["sample_columns"], arguments["max_attempts"]) == (("prompt",), 2)
+        assert (arguments["sample_columns"], arguments["max_attempts"]) == (("number",), 2)
         assert (arguments["max_failures"], arguments["reward_funcs"]) == (5, [])
         assert trainer.rollout_queue is trainer.rollout_worker.rollout_buffer
 

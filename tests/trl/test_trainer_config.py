@@ -22,6 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureW
         ("max_failed_generations", 0, "max_failed_generations must be at least 1, got 0"),
         ("flush_after_s", 0.0, "flush_after_s must be above 0, got 0.0"),
         ("flush_after_s", float("nan"), "flush_after_s must be above 0, got nan"),
+        ("reward_weights", '{"solved": NaN}', "reward_weights must be finite, got {'solved': nan}"),
+        ("sample_columns", ["prompt"], r"sample_columns must be other columns than \('prompt', .*, got \['prompt'\]"),
         ("reward_weights", "solved=1", "reward_weights must be JSON where it is a string, got 'solved=1'"),
     ],
 )
@@ -30,9 +32,18 @@ def test_wrong_values_are_refused(tmp_path, name, value, message):
         ScoringGRPOConfig(**settings(tmp_path, **{name: value}))
 
 
-def test_reward_weights_of_another_type_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="reward_weights must be a mapping by name or a sequence, got int"):
-        ScoringGRPOConfig(**settings(tmp_path, reward_weights=3))
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("reward_weights", 3, "reward_weights must be a mapping by name or a sequence, got int"),
+        ("reward_weights", {"solved": "much"}, "reward_weights must be numbers, got {'solved': 'much'}"),
+        ("reward_weights", [1.0, None], r"reward_weights must be numbers, got \[1.0, None\]"),
+        ("sample_columns", "number", "sample_columns must be a list of column names, got 'number'"),
+    ],
+)
+def test_values_of_another_type_are_refused(tmp_path, name, value, message):
+    with pytest.raises(TypeError, match=message):
+        ScoringGRPOConfig(**settings(tmp_path, **{name: value}))
 
 
 def parse(*arguments):
