@@ -80,7 +80,7 @@ def stream(case: Case, shares: list[list[Row]], read: Callable[[Any], Any]) -> l
     """All rows in the order in which one consumer gets them."""
     inner = case.make(CAPACITY)
     source = read(inner)
-    threads = [Thread(target=put_all, args=(inner, share)) for share in shares]
+    threads = [Thread(target=put_all, args=(inner, share), daemon=True) for share in shares]
     for thread in threads:
         thread.start()
     got = [source.get(timeout=TIMEOUT_S) for share in shares for _ in share]

@@ -1,10 +1,11 @@
 """`treepack bench`: the checkout's benchmark suites one by one, and their ratios beside an earlier run's."""
 
 import json
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from treepack.scoring.display import Display
 from treepack.scoring.errors import OptionError
 
 GPU_SUITE = "gpu"
+OUTPUTS = ("json", "md", "png", "log")
 SUMMARY, SUMMARY_JSON = "summary.md", "summary.json"
+Speeds = Mapping[tuple[str, str], float]
+"""Times faster than a peer, by case and peer."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class SuiteResult:
         problem: why it did not run or did not pass; None if it did.
         skipped: it cannot run here, which is no failure.
         missed: the bounds that were not reached, in words.
+        left_out: why cases of it were skipped.
     """
 
     suite: str
@@ -57,6 +62,7 @@ class SuiteResult:
     skipped: bool = False
     speeds: list[SpeedRow] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 def benchmarks_folder() -> Path:
@@ -85,77 +91,106 @@ def run_suites(
 
     Args:
         folder: see `benchmarks_folder`.
-        suites: of `suite_names`.
+        suites: of `suite_names`; each is run once.
         out: the folder written to; made where it is missing.
         baseline: a folder with an earlier run's JSON files.
-        smoke: one round on tiny inputs.
+        smoke: one round on tiny inputs; of the GPU's suite, what needs no GPU.
         display: told each test as it ends.
 
     Raises:
-        OptionError: there is no such suite.
+        OptionError: there is no such suite, the folder cannot be written, or the baseline cannot be read.
     """
     known = suite_names(folder)
     for name in suites:
         if name not in known:
             raise OptionError(f"the suite must be one of {', '.join(known)}, got {name!r}")
-    out.mkdir(parents=True, exist_ok=True)
-    results = [_run(folder, name, out, baseline, smoke, display) for name in suites]
-    (out / SUMMARY_JSON).write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    (out / SUMMARY).write_text(_markdown(results, out))
+    baselines = {name: _baseline_speeds(baseline / f"{name}.json") for name in suites}
+    out = out.resolve()  # suites run in the checkout
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / SUMMARY).write_text("")
+    except OSError as error:
+        raise OptionError(f"--out {out}: cannot be written: {error.strerror}") from error
+    results = []
+    for name, earlier in baselines.items():
+        results.append(_run(folder, name, out, earlier, smoke, display))
+        # After each suite: an interruption leaves what was finished.
+        (out / SUMMARY_JSON).write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        (out / SUMMARY).write_text(_markdown(results, out))
     return results
 
 
-def _run(folder: Path, suite: str, out: Path, baseline: Path, smoke: bool, display: Display) -> SuiteResult:
+def _baseline_speeds(path: Path) -> Speeds:
+    if not path.exists():
+        return {}
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+        return {(r["case"], peer): s / r["ours_s"] for r in records for peer, s in r["peers_s"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OptionError(f"--baseline: {path}: holds no suite's records: {type(error).__name__}: {error}") from error
+
+
+def _run(folder: Path, suite: str, out: Path, baseline: Speeds, smoke: bool, display: Display) -> SuiteResult:
     result = SuiteResult(suite)
+    for suffix in OUTPUTS:
+        (out / f"{suite}.{suffix}").unlink(missing_ok=True)
     if suite == GPU_SUITE:
         if not torch.cuda.is_available():
             result.problem, result.skipped = "no CUDA device on this machine", True
             return result
         command = [str(folder / "gpu" / "run.py"), "--out", str(out / GPU_SUITE)]
+        command += ["--dry-run"] * smoke
     else:
-        command = ["-m", "pytest", "-v", str(folder / f"bench_{suite}.py"), "--out", str(out), "-p", "no:cacheprovider"]
-        command += ["--smoke"] * smoke
-    (out / f"{suite}.json").unlink(missing_ok=True)
+        command = ["-m", "pytest", "-v", "-rs", str(folder / f"bench_{suite}.py"), "--out", str(out)]
+        command += ["-p", "no:cacheprovider", *["--smoke"] * smoke]
     display.phase(suite)
     start = time.monotonic()
-    code, last_line = _stream([sys.executable, *command], folder.parent, out / f"{suite}.log", suite, display)
+    code, lines = _stream([sys.executable, *command], folder.parent, out / f"{suite}.log", suite, display)
     result.seconds = round(time.monotonic() - start, 1)
+    result.left_out = _skip_reasons(lines)
     if code:
-        result.problem = f"exit code {code}, see {suite}.log: {last_line}"
+        result.problem = f"exit code {code}, see {suite}.log: {lines[-1] if lines else 'no output'}"
     if (out / f"{suite}.json").exists():
         records = json.loads((out / f"{suite}.json").read_text())
-        result.speeds = list(_speeds(records, baseline / f"{suite}.json"))
+        result.speeds = list(_speeds(records, baseline))
         result.missed = list(_missed(records))
     return result
 
 
-def _stream(command: list[str], cwd: Path, log: Path, suite: str, display: Display) -> tuple[int, str]:
-    """Run a command, its output to the log and its finished tests to the display; its exit code and last line."""
-    last = ""
+def _stream(command: list[str], cwd: Path, log: Path, suite: str, display: Display) -> tuple[int, list[str]]:
+    """Run a command, its output to the log and its finished tests to the display; its exit code and lines."""
+    lines = []
     with (
-        log.open("w") as file,
-        subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+        log.open("w", encoding="utf-8") as file,
+        subprocess.Popen(
+            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace"
+        ) as process,
     ):
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 file.write(line)
-                last = line.strip() or last
-                if "::" in line and "PASSED" in line:
-                    display.phase(f"{suite}: {line.split('::')[1].split(' PASSED')[0].strip()}")
+                if line.strip():
+                    lines.append(line.strip())
+                if ended := re.search(r"::(.+?) (?:PASSED|FAILED|SKIPPED|ERROR)", line):
+                    display.phase(f"{suite}: {ended[1]}")
         except BaseException:
             process.kill()
             raise
-    return process.returncode, last
+    return process.returncode, lines
 
 
-def _speeds(records: list[dict[str, Any]], baseline: Path) -> Iterator[SpeedRow]:
-    earlier = json.loads(baseline.read_text()) if baseline.exists() else []
-    known = {(r["case"], peer): s / r["ours_s"] for r in earlier for peer, s in r["peers_s"].items()}
+def _skip_reasons(lines: Sequence[str]) -> list[str]:
+    """Why pytest skipped tests, from its summary of them."""
+    found = (re.fullmatch(r"SKIPPED \[(\d+)\] \S+: (.+)", line) for line in lines)
+    return [f"{match[1]} not run: {match[2]}" for match in found if match]
+
+
+def _speeds(records: list[dict[str, Any]], baseline: Speeds) -> Iterator[SpeedRow]:
     for r in records:
         for peer, seconds in r["peers_s"].items():
             speed = seconds / r["ours_s"]
-            yield SpeedRow(r["suite"], r["case"], peer, speed, known.get((r["case"], peer)))
+            yield SpeedRow(r["suite"], r["case"], peer, speed, baseline.get((r["case"], peer)))
 
 
 def _missed(records: list[dict[str, Any]]) -> Iterator[str]:
@@ -181,6 +216,8 @@ def _markdown(results: Sequence[SuiteResult], out: Path) -> str:
             parts.append(table.read_text())
         if result.missed:
             parts.append("Not reached:\n\n" + "".join(f"- {line}\n" for line in result.missed))
+        if result.left_out:
+            parts.append(f"Cases of {result.suite}:\n\n" + "".join(f"- {line}\n" for line in result.left_out))
     compared = [row for result in results for row in result.speeds if row.ratio is not None]
     if compared:
         lines = [
@@ -212,3 +249,5 @@ def print_results(results: Sequence[SuiteResult], console: Any) -> None:
     for result in results:
         for line in result.missed:
             console.print(f"not reached: {result.suite}: {line}", markup=False, highlight=False)
+        for line in result.left_out:
+            console.print(f"{result.suite}: {line}", markup=False, highlight=False)

@@ -14,7 +14,7 @@ from treepack import __version__
 from treepack.scoring.command_errors import ExitCode, fail, is_helper, one_line_errors
 from treepack.scoring.config_file import ConfigOption
 from treepack.scoring.display import make_display
-from treepack.scoring.errors import InputError
+from treepack.scoring.errors import OptionError
 from treepack.scoring.html_report_command import html_report
 from treepack.scoring.inspect_command import inspect
 from treepack.scoring.train_demo_command import train_demo
@@ -210,10 +210,13 @@ def replay(
         ),
     ] = None,
     scorer: Annotated[
-        ReplayScorerChoice, typer.Option(help="What --model computes.")
-    ] = ReplayScorerChoice.REWARD_MODEL,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights that no file holds.")] = 0,
+        ReplayScorerChoice | None, typer.Option(help="What --model computes.", show_default="reward-model")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the weights that --model's file lacks.", show_default="0")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
+    config: ConfigOption = None,
     show_traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an unexpected error came from.")
     ] = False,
@@ -229,11 +232,14 @@ def replay(
     """
     with one_line_errors(show_traceback), make_display() as display:
         display.phase("loading libraries")
+        if model is None and (scorer is not None or seed is not None):
+            raise OptionError("--scorer and --seed need --model: without one, rewards are as recorded")
         _quiet_libraries()
         from treepack.scoring.replay import replay_step
 
         display.phase("replaying")
-        report = replay_step(folder, step=step, scorer=scorer.value, model=model, seed=seed)
+        chosen = scorer or ReplayScorerChoice.REWARD_MODEL
+        report = replay_step(folder, step=step, scorer=chosen.value, model=model, seed=seed or 0)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
     else:
@@ -254,20 +260,27 @@ def doctor(
             '"16x64+4x48" or "512+4x256+4x128,700", by method, and say which one would be taken.'
         ),
     ] = None,
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where an unexpected error came from.")
+    ] = False,
 ) -> None:
     """Show versions, devices and attention backends, and check packed against separate attention on this machine.
 
     Exit codes:
       0    all well
-      1    the check failed
+      1    the check failed, or failed to run
       2    the shape cannot be read
+      130  interrupted
     """
     if shape is not None:
-        _count_shape(shape, as_json)
+        _count_shape(shape, as_json, show_traceback)
         return
-    from treepack.scoring.doctor import examine, print_findings
+    with one_line_errors(show_traceback), make_display() as display:
+        display.phase("loading libraries")
+        from treepack.scoring.doctor import examine, print_findings
 
-    findings = examine()
+        display.phase("checking attention")
+        findings = examine()
     if as_json:
         typer.echo(json.dumps(findings.to_dict(), indent=1))
     else:
@@ -276,13 +289,12 @@ def doctor(
         fail("packed attention differs from separate attention on this machine", ExitCode.FAILED)
 
 
-def _count_shape(shape: str, as_json: bool) -> None:
-    from treepack.scoring.shape import examine_shape, print_shape
+def _count_shape(shape: str, as_json: bool, show_traceback: bool) -> None:
+    with one_line_errors(show_traceback), make_display() as display:
+        display.phase("loading libraries")
+        from treepack.scoring.shape import examine_shape, print_shape
 
-    try:
         findings = examine_shape(shape)
-    except InputError as error:
-        fail(str(error), ExitCode.BAD_INPUT)
     if as_json:
         typer.echo(json.dumps(findings.to_dict(), indent=1))
     else:
@@ -292,14 +304,21 @@ def _count_shape(shape: str, as_json: bool) -> None:
 @app.command()
 def bench(
     suites: Annotated[
-        list[str] | None, typer.Argument(metavar="[SUITE]...", help="Such as packing.", show_default="all")
+        list[str] | None, typer.Argument(metavar="SUITE", help="Such as packing.", show_default="all")
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="One round on tiny inputs: does it run?")] = False,
     baseline: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="An earlier run's folder.", show_default="benchmarks/results/baseline"),
+        typer.Option(
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="An earlier run's folder.",
+            show_default="benchmarks/results/baseline",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to.")] = Path("treepack-bench"),
+    config: ConfigOption = None,
     show_traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an unexpected error came from.")
     ] = False,
@@ -317,6 +336,7 @@ def bench(
       130  interrupted
     """
     with one_line_errors(show_traceback), make_display() as display:
+        display.phase("loading libraries")
         from treepack.scoring.bench import benchmarks_folder, print_results, run_suites, suite_names
 
         folder = benchmarks_folder()

@@ -30,18 +30,36 @@ def _read(context: typer.Context, path: Path | None) -> Path | None:
 def _checked(context: typer.Context, path: Path, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     options = {_file_name(parameter): parameter for parameter in context.command.params}
     options.pop("config", None)
+    known: dict[str, str] = {}
     for name, value in values.items():
         parameter = options.get(name.replace("_", "-"))
         if parameter is None or parameter.name is None:
             near = difflib.get_close_matches(name.replace("_", "-"), options, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(options))}"
             raise typer.BadParameter(f"{path}: {name!r} is no option of `{context.info_name}`; {hint}")
-        if isinstance(value, dict | list) and not parameter.multiple:
-            raise typer.BadParameter(f"{path}: {name!r} must be a single value, got {value!r}")
-        if getattr(parameter, "is_flag", False) != isinstance(value, bool):
-            wanted = "true or false" if not isinstance(value, bool) else "a value, not true or false"
-            raise typer.BadParameter(f"{path}: {name!r} must be {wanted}, got {value!r}")
-        yield parameter.name, value
+        if parameter.name in known:
+            raise typer.BadParameter(f"{path}: {known[parameter.name]!r} and {name!r} are the same option")
+        known[parameter.name] = name
+        yield parameter.name, _default(parameter, value, f"{path}: {name!r}")
+
+
+def _default(parameter: Any, value: Any, name: str) -> Any:
+    """A value of the file as the command line would give it: words, of which click converts and checks each."""
+    several = parameter.multiple or parameter.nargs == -1
+    if isinstance(value, list) and several:
+        return [_word(parameter, item, name) for item in value]
+    word = _word(parameter, value, name)
+    return [word] if several else word
+
+
+def _word(parameter: Any, value: Any, name: str) -> str | bool:
+    if isinstance(value, dict | list):
+        raise typer.BadParameter(f"{name} must be a single value, got {value!r}")
+    is_flag = getattr(parameter, "is_flag", False)
+    if is_flag != isinstance(value, bool):
+        wanted = "true or false" if is_flag else "a value, not true or false"
+        raise typer.BadParameter(f"{name} must be {wanted}, got {value!r}")
+    return value if is_flag else str(value)  # as text, 2.5 is no integer: click would cut the number
 
 
 def _file_name(parameter: Any) -> str:
@@ -59,7 +77,8 @@ ConfigOption = Annotated[
         dir_okay=False,
         is_eager=True,
         callback=_read,
-        help="Take options from a TOML file, by their names here (token-budget = 4096); the command line wins.",
+        help="Take options from a TOML file, by their names here (token-budget = 4096), a list for what is "
+        "repeated; the command line wins.",
         show_default=False,
     ),
 ]

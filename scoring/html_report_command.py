@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from treepack.scoring.command_errors import one_line_errors
+from treepack.scoring.config_file import ConfigOption
 from treepack.scoring.display import make_display
 
 
@@ -25,6 +26,7 @@ def html_report(
         ),
     ] = None,
     max_steps: Annotated[int, typer.Option(min=1, help="The last so many steps of a record are read.")] = 100,
+    config: ConfigOption = None,
     show_traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an unexpected error came from.")
     ] = False,

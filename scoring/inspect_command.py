@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from treepack.scoring.command_errors import one_line_errors
+from treepack.scoring.config_file import ConfigOption
 from treepack.scoring.display import make_display
 
 
@@ -52,6 +53,7 @@ def inspect(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write all findings as JSON.", show_default=False)
     ] = None,
+    config: ConfigOption = None,
     show_traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an unexpected error came from.")
     ] = False,

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from treepack.scoring.command_errors import ExitCode, fail, one_line_errors
+from treepack.scoring.config_file import ConfigOption
 from treepack.scoring.display import make_display
 from treepack.scoring.errors import OptionError
 
@@ -21,6 +22,7 @@ def train_demo(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the curve as JSON, and nothing else, on stdout.")
     ] = False,
+    config: ConfigOption = None,
     show_traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an unexpected error came from.")
     ] = False,

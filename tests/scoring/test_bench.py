@@ -82,6 +82,61 @@ def test_unequal_results_fail(checkout: Path, tmp_path: Path) -> None:
     assert "failed: exit code 1, see made.log" in " ".join(result.stdout.split())
 
 
+def test_a_relative_folder_is_that_of_the_caller(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_suite(checkout)
+    monkeypatch.chdir(tmp_path)
+    assert run("made", "made", "--out", "out").exit_code == 0
+    (summary,) = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["speeds"]
+    assert not (checkout.parent / "out").exists()
+
+
+def test_skipped_cases_are_told(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "bench_made.py").write_text("import pytest\n\ndef test_one():\n    pytest.skip('needs a trace')\n")
+    (tmp_path / "made.md").write_text("of an earlier run")
+    result = run("made", "--out", tmp_path)
+    assert result.exit_code == 0
+    assert "made: 1 not run: needs a trace" in result.stdout
+    summary = (tmp_path / "summary.md").read_text()
+    assert "- 1 not run: needs a trace" in summary
+    assert "earlier run" not in summary
+
+
+def test_an_interruption_leaves_what_was_finished(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_suite(checkout)
+    (checkout / "bench_other.py").write_text("")
+    ran = bench._run
+
+    def interrupted(folder: Path, suite: str, *args: Any) -> bench.SuiteResult:
+        if suite == "other":
+            raise KeyboardInterrupt
+        return ran(folder, suite, *args)
+
+    monkeypatch.setattr(bench, "_run", interrupted)
+    assert run("made", "other", "--out", tmp_path / "out").exit_code == 130
+    (summary,) = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["suite"] == "made"
+
+
+def test_folders_of_no_use(checkout: Path, tmp_path: Path) -> None:
+    write_suite(checkout)
+    result = run("made", "--out", checkout / "bench_made.py")
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+    result = run("made", "--out", tmp_path / "out", "--baseline", tmp_path / "none")
+    assert result.exit_code == 2
+    assert "'--baseline'" in result.stderr
+    (tmp_path / "made.json").write_text("{}{")
+    result = run("made", "--out", tmp_path / "out", "--baseline", tmp_path)
+    assert result.exit_code == 2
+    assert "holds no suite's records" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_unknown_suite(checkout: Path, tmp_path: Path) -> None:
     write_suite(checkout)
     result = run("mad", "--out", tmp_path / "out")

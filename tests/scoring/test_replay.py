@@ -194,6 +194,13 @@ def test_the_command(recorded, models, tmp_path):
     assert result.stderr.splitlines()[-1] == f"error: {tmp_path}: holds no recorded steps"
 
 
+@pytest.mark.parametrize("option", [("--scorer", "ebft"), ("--seed", 0)])
+def test_options_of_a_model_that_is_not_given(recorded, option):
+    result = run("replay", recorded["none"], *option)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: --scorer and --seed need --model")
+
+
 def test_refusals(recorded, models):
     with pytest.raises(OptionError, match="--step must be one of those recorded, 0 to [0-9]+, got 99"):
         replay_step(recorded["none"], step=99)
