@@ -6,6 +6,8 @@ Peers:
 - "unshared": torch's causal SDPA of every root-to-leaf sequence alone. Its inputs are gathered outside the timing, and
   the sum of its gradients over the copies of a shared token is not charged to it either.
 - "dense mask": SDPA of the whole row with the (N, N) mask, built outside the timing.
+- "prefix grouper": verl's PrefixGrouper (the package itself) over SDPA, where no prompt branches twice, which is all it
+  does: one causal call on the prompts, one on the completions with the prompt's keys repeated before each.
 - "flex, forward" (a figure: FlexAttention has no backward on a CPU): compiled FlexAttention with the same mask as a
   block mask, built outside the timing, against our forward. Not compiled under --smoke.
 
@@ -25,6 +27,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from prefix_grouper import PrefixGrouper
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -48,6 +51,14 @@ CASES = {
     "512 + 8 x 448": ([(0, 512), *[(512, 448)] * 8], [(0, 50), *[(50, 40)] * 3], 1.1),
     "4-ary, 3 levels of 195": (karied(4, 3, 195), karied(2, 3, 20), 1.3),
     "16 x (64 + 4 x 48)": ([(0, 64), *[(64, 48)] * 4] * 16, [(0, 8), *[(8, 6)] * 4] * 3, 0.8),
+}
+
+NOT_RUN = {
+    "FlexAttention's backward": "torch has none on a CPU",
+    "FlashAttention-4, MagiAttention": "CUDA only",
+    "AReaL 1.0.4": "wants torch < 2.11 and transformers <= 5.3; on FlexAttention or Triton: no backward on a CPU",
+    "Unsloth": "on FlexAttention: no backward on a CPU",
+    "OpenPipe ART": "Megatron, CUDA only",
 }
 
 
@@ -76,6 +87,28 @@ def batched(tensor_NHD: Tensor) -> Tensor:
     return tensor_NHD.transpose(0, 1).unsqueeze(0)
 
 
+def prompt_groups(segments: list[tuple[int, int]]) -> list[list[int]] | None:
+    """The prompt's and its completions' lengths by prompt; None where a completion branches again."""
+    groups: list[list[int]] = []
+    for depth, length in segments:
+        if depth == 0:
+            groups.append([length])
+        elif depth == groups[-1][0]:
+            groups[-1].append(length)
+        else:
+            return None
+    return groups
+
+
+def grouped_attention(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor) -> Tensor:
+    """What PrefixGrouper calls: (B, H, S, D) queries that are the last of the keys -> (B, S, H, D)."""
+    assert padding_mask.all(), "all completions are as long as each other"
+    behind = k.shape[2] - q.shape[2]
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(behind) if behind else None
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """One row and everything each side may prepare before the clock starts."""
@@ -90,6 +123,7 @@ class Case:
     mask: Tensor
     block_mask: BlockMask
     flex: Callable[..., Any]
+    groups: list[list[int]] | None
 
     @classmethod
     def of(cls, segments: list[tuple[int, int]], flex: Callable[..., Any]) -> "Case":
@@ -118,7 +152,7 @@ class Case:
 
         block_mask = create_block_mask(visible, None, None, plan.num_tokens, plan.num_tokens, device="cpu")
         leaves = (t.requires_grad_() for t in (q, k, v))
-        return cls(plan, paths, *leaves, grad_out, unshared, mask, block_mask, flex)
+        return cls(plan, paths, *leaves, grad_out, unshared, mask, block_mask, flex, prompt_groups(segments))
 
     def run_ours(self) -> tuple[Tensor, ...]:
         out = tree_attention(self.q, self.k, self.v, plan=self.plan)
@@ -134,6 +168,12 @@ class Case:
     def run_dense(self) -> tuple[Tensor, ...]:
         q, k, v = (batched(t) for t in (self.q, self.k, self.v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)[0].transpose(0, 1)
+        return out.detach(), *torch.autograd.grad(out, (self.q, self.k, self.v), self.grad_out)
+
+    def run_grouper(self) -> tuple[Tensor, ...]:
+        assert self.groups is not None
+        q, k, v = (t.view(len(self.groups), -1, *t.shape[1:]).transpose(1, 2) for t in (self.q, self.k, self.v))
+        out = PrefixGrouper(self.groups).forward(grouped_attention, q, k, v).flatten(0, 1)
         return out.detach(), *torch.autograd.grad(out, (self.q, self.k, self.v), self.grad_out)
 
     @torch.no_grad()
@@ -157,6 +197,9 @@ class Case:
         for found, unshared, dense in zip(ours, totals, self.run_dense()):
             torch.testing.assert_close(found, unshared, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(found, dense, rtol=1e-4, atol=1e-4)
+        if self.groups is not None:
+            for found, grouped in zip(ours, self.run_grouper()):
+                torch.testing.assert_close(found, grouped, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(self.run_ours_forward(), ours[0], rtol=0, atol=0)
         torch.testing.assert_close(self.run_flex_forward(), ours[0], rtol=1e-4, atol=1e-4)
 
@@ -202,9 +245,11 @@ def test_forward_and_backward(name: str, compare: Compare, smoke: bool) -> None:
     compare(
         name,
         ours=case.run_ours,
-        peers={"unshared": case.run_unshared, "dense mask": case.run_dense},
+        peers={"unshared": case.run_unshared, "dense mask": case.run_dense}
+        | ({} if case.groups is None else {"prefix grouper": case.run_grouper}),
         check=case.check,
         target=target,
         rounds=rounds,
         figures=figures,
+        not_run=NOT_RUN,
     )

@@ -14,7 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -55,6 +55,7 @@ class Comparison:
     peers_s: dict[str, float]
     target: float | None  # how many times faster than the first peer we want to be
     figures: dict[str, Figure] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)  # peers that cannot run here, and why
 
     def speedup(self, peer: str) -> float:
         return self.peers_s[peer] / self.ours_s
@@ -86,6 +87,7 @@ class Compare:
         rounds: int = 5,
         peer_rounds: int | Mapping[str, int] | None = None,
         figures: Callable[[Comparison], Mapping[str, Figure]] | None = None,
+        not_run: Mapping[str, str] | None = None,
     ) -> Comparison:
         """Check, time and record one case.
 
@@ -98,6 +100,7 @@ class Compare:
             rounds: interleaved rounds; the medians are reported. One under `--smoke`.
             peer_rounds: rounds in which the peers run too, for peers that take long, of all or by name; default all.
             figures: more columns, computed from the timed comparison.
+            not_run: peers that cannot run here, and why; said under the table.
         """
         check()
         of_peers = peer_rounds if isinstance(peer_rounds, Mapping) else dict.fromkeys(peers, peer_rounds or rounds)
@@ -114,8 +117,9 @@ class Compare:
         self._benchmark.pedantic(ours, setup=time_peers, rounds=rounds, warmup_rounds=0)
         peers_s = {name: statistics.median(seconds) for name, seconds in times.items()}
         record = Comparison(self._suite, case, self._benchmark.stats.stats.median, peers_s, target)
+        record = replace(record, not_run=dict(not_run or {}))
         if figures is not None:
-            record = Comparison(**{**vars(record), "figures": dict(figures(record))})
+            record = replace(record, figures=dict(figures(record)))
         self._benchmark.extra_info.update(peers_s=times, ratio=str(record.ratio))
         self._records.append(record)
         return record
@@ -156,7 +160,12 @@ def table(records: list[Comparison]) -> list[str]:
     rows = cells(records)
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:], *_not_run(records)]
+
+
+def _not_run(records: list[Comparison]) -> list[str]:
+    reasons = {name: reason for record in records for name, reason in record.not_run.items()}
+    return [f"not run: {name}: {reason}" for name, reason in reasons.items()]
 
 
 def markdown(suite: str, records: list[Comparison]) -> str:
@@ -164,7 +173,8 @@ def markdown(suite: str, records: list[Comparison]) -> str:
     header, *rows = ([cell.replace("|", "\\|") for cell in row] for row in cells(records))
     lines = [header, ["---"] * len(header), *rows]
     table_lines = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"### {suite}\n\nCPU time, medians of interleaved rounds.\n\n{table_lines}\n"
+    not_run = "".join(f"\n{line}\n" for line in _not_run(records))
+    return f"### {suite}\n\nCPU time, medians of interleaved rounds.\n\n{table_lines}\n{not_run}"
 
 
 def write_report(records: list[Comparison], directory: Path) -> list[Path]:
