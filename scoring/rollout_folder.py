@@ -70,16 +70,22 @@ def _column_or(columns: Columns, name: str, fill: float | bool | None) -> Ragged
 def _join(columns: list[Ragged | NDArray[Any]]) -> Ragged | NDArray[Any]:
     flat = [column for column in columns if not isinstance(column, Ragged)]
     if flat:
-        return np.concatenate(flat)
+        return _concatenate(flat)
     ragged = [column for column in columns if isinstance(column, Ragged)]
     lengths = np.concatenate([np.diff(column.offsets) for column in ragged])
-    return Ragged(np.concatenate([column.values for column in ragged]), np.r_[0, lengths.cumsum()])
+    return Ragged(_concatenate([column.values for column in ragged]), np.r_[0, lengths.cumsum()])
+
+
+def _concatenate(columns: list[NDArray[Any]]) -> NDArray[Any]:
+    if all(np.issubdtype(column.dtype, np.integer) for column in columns):
+        columns = [column.astype(np.int64) for column in columns]  # numpy makes floats of signed and unsigned together
+    return np.concatenate(columns)
 
 
 def _check_groups(parts: Mapping[Path, Columns]) -> None:
     paths = list(parts)
     groups = [np.unique(np.asarray(columns["group_id"])) for columns in parts.values()]
-    flat, file = np.concatenate(groups), np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    flat, file = _concatenate(groups), np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     order = np.argsort(flat, kind="stable")
     again = np.flatnonzero(np.diff(flat[order]) == 0)
     if len(again):

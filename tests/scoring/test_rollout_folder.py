@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.rollout_files import write_rollouts
+from support.rollout_files import npz_arrays, write_rollouts
 from treepack.scoring.errors import RolloutError
 from treepack.scoring.rollouts import read_rollouts
 
@@ -37,6 +37,16 @@ def test_what_a_file_may_lack(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rollouts.rewards["reward"], [2.0, np.nan, np.nan])
     assert rollouts.finished.tolist() == [False, True, True]
     assert rollouts.uid.tolist() == rollouts.rollout_id.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("column", ["input_ids", "group_id"])
+def test_integers_of_different_types(tmp_path: Path, column: str) -> None:
+    unsigned = npz_arrays([row(0)])
+    np.savez(tmp_path / "a.npz", **{**unsigned, column: unsigned[column].astype(np.uint64)})
+    write_rollouts(tmp_path / "b.jsonl", [row(1)])
+    rollouts = read_rollouts(tmp_path)
+    assert rollouts.input_ids.tolist() == [1, 2, 0, 1, 2, 1]
+    assert rollouts.group_id.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
