@@ -113,7 +113,7 @@ def score_step(trainer: ScoringTrainer, batches: Sequence[dict[str, Any]]) -> St
         return None
     metrics |= _reward_metrics(names, rewards, reward, table)
     metrics["perf/score_s"] = time.perf_counter() - start
-    metrics = {name: value for name, value in metrics.items() if isinstance(value, tuple) or math.isfinite(value)}
+    metrics = {name: value for name, value in metrics.items() if _has_value(value)}
     return StepScores(names, table.uid, table.group, rewards, advantages, trained_tokens, reasons, metrics)
 
 
@@ -302,6 +302,11 @@ def _reward_metrics(names: tuple[str, ...], rewards: Float64, reward: Float64, t
         "frac_reward_zero_std": (float(flat), float(len(groups))),
         **{f"rewards/{name}": _mean(rewards[last, i]) for i, name in enumerate(names)},
     }
+
+
+def _has_value(value: float | tuple[float, float]) -> bool:
+    """Whether there is a number to log; a rate of nothing is none."""
+    return value[1] != 0 if isinstance(value, tuple) else math.isfinite(value)
 
 
 def _mean(values: Float64) -> float:

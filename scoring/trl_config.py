@@ -114,6 +114,10 @@ class ScoringGRPOConfig(AsyncGRPOConfig):  # type: ignore[misc]
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
+        if self.num_generations < 2:
+            raise ValueError(
+                f"num_generations must be at least 2, got {self.num_generations}: advantages compare a group's rollouts"
+            )
         if not self.flush_after_s > 0:
             raise ValueError(f"flush_after_s must be above 0, got {self.flush_after_s}")
         _check_sample_columns(self.sample_columns)

@@ -108,6 +108,8 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         self._scores: StepScores | None = None  # of the step under way, on the main process
         self._trains = False  # whether any token of the step under way is trained, on any rank
         self._prepared = False
+        # Names that no sample has had a reward under yet; where they are known beforehand they are checked there.
+        self._unmatched = set(args.reward_weights) if isinstance(args.reward_weights, Mapping) else set()
         with adapted_construction(
             register=partial(
                 register_attention,
@@ -204,6 +206,9 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
     def _hand_out(self, scores: StepScores) -> None:
         """On the main process: to the log, the recorder and the callbacks."""
         assert self._rollouts is not None
+        if unmatched := sorted(self._unmatched.difference(scores.names)):
+            logger.warning("reward_weights name %s, the first step's columns are %s", unmatched, scores.names)
+        self._unmatched.clear()
         for name, value in (scores.metrics | self._rollouts.pop_metrics()).items():
             self._metrics["train"][name].append(value)
         if self._recorder is not None:
@@ -343,5 +348,8 @@ def _read_progress(checkpoint: Path) -> dict[str, Any]:
     if not file.is_file():
         logger.warning("%s is not there: rollouts start from the first prompt", file)
         return GroupProgress().state_dict()
-    state: dict[str, Any] = json.loads(file.read_text())
+    try:
+        state: dict[str, Any] = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} must hold a GroupProgress as JSON, got {error}") from None
     return state

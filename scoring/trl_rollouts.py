@@ -285,12 +285,16 @@ class ScoringRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         self.metrics_queue.close_writing_end()
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise if the child failed, is gone, or has not shown a sign of life for `stale_after_s` seconds.
+        """Raise if the child does not run, failed, is gone, or gave no sign of life for `stale_after_s` seconds.
 
         Raises:
             RuntimeError: with the child's own error in the message, where it could still tell.
         """
-        is_gone = self._process is not None and not self._process.is_alive()
+        if self._process is None:
+            raise RuntimeError(
+                "the rollout child does not run: TRL's trainer starts its worker in the first train() alone"
+            )
+        is_gone = not self._process.is_alive()
         if self._failure is None and (is_gone or self._failed_event.is_set()):
             self._failure = self._await_report()
         if self._failure is not None:

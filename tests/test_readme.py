@@ -40,6 +40,7 @@ def test_snippets() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_trainer_snippet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As written; only what a machine without a GPU and vLLM needs is put in between."""
     from treepack.kernels.hf_attention import register_attention
@@ -54,7 +55,12 @@ def test_trainer_snippet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with LoopbackServer(tiny_model(tokenizer, seed=0), name=str(tmp_path / "policy")) as server:
         small = {"max_steps": 2, "max_completion_length": 8, "use_cpu": True, "bf16": False, "report_to": "none"}
         quick = {"gradient_checkpointing": False, "save_strategy": "no", "flush_after_s": 2.0, "groups_per_step": 2}
-        monkeypatch.setattr(trl_hooks, "ScoringGRPOConfig", partial(trl_hooks.ScoringGRPOConfig, **small, **quick))
+
+        class Config(trl_hooks.ScoringGRPOConfig):
+            def __init__(self, **given: Any) -> None:
+                super().__init__(**small, **quick, **given)
+
+        monkeypatch.setattr(trl_hooks, "ScoringGRPOConfig", Config)
         transfer = LoopbackWeightTransfer(server)
         monkeypatch.setattr(
             trl_hooks, "ScoringGRPOTrainer", partial(trl_hooks.ScoringGRPOTrainer, weight_transfer=transfer)
@@ -63,7 +69,7 @@ def test_trainer_snippet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             "POLICY": str(tmp_path / "policy"),
             "SERVER": server.url,
             "PROMPTS": make_prompts(16),
-            "judge": tiny_model(tokenizer, seed=1),
+            "judge": tiny_model(tokenizer, seed=1, attention="treepack"),
         }
         exec(compile(TRAINER, "README.md", "exec"), names)
     assert names["trainer"].state.global_step == 2

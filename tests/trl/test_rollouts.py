@@ -220,6 +220,12 @@ def test_the_worker_refuses_what_cannot_work(options, message):
         ScoringRolloutWorker(**loop_options("http://127.0.0.1:1", **options))
 
 
+def test_a_worker_that_does_not_run_says_so():
+    worker = ScoringRolloutWorker(**loop_options("http://127.0.0.1:1"))
+    with pytest.raises(RuntimeError, match="the rollout child does not run"):
+        worker.check_health(300.0)
+
+
 def test_vllm_is_not_needed_and_the_check_is_restored():
     from treepack.scoring.trl_layout import worker_module
 

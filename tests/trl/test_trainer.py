@@ -355,6 +355,13 @@ class TestConstruction:
         with pytest.raises(ValueError, match=message):
             scoring_trainer(policy, tmp_path, None, **given)
 
+    def test_weights_of_columns_that_show_in_the_rollouts_alone(self, policy, tmp_path, caplog):
+        """A worker of one's own may have any; a name that none has is told, once."""
+        more = {"max_steps": 2, "reward_weights": {"sloved": 2.0, "solved": 1.0}}
+        scoring_trainer(policy, tmp_path, QueuedRollouts(20), more=more).train()
+        told = [message for message in caplog.messages if "reward_weights" in message]
+        assert told == ["reward_weights name ['sloved'], the first step's columns are ('solved',)"]
+
     def test_nothing_that_gives_a_reward(self, policy, tmp_path):
         with pytest.raises(ValueError, match="scorers or reward_funcs must be given"):
             scoring_trainer(policy, tmp_path, None)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureW
         ("attention_backend", "fast", "attention_backend must be one of .*, got 'fast'"),
         ("groups_per_step", 0, "groups_per_step must be at least 1, got 0"),
         ("max_failed_generations", 0, "max_failed_generations must be at least 1, got 0"),
+        ("num_generations", 1, "num_generations must be at least 2, got 1: advantages compare a group's rollouts"),
         ("flush_after_s", 0.0, "flush_after_s must be above 0, got 0.0"),
         ("flush_after_s", float("nan"), "flush_after_s must be above 0, got nan"),
         ("reward_weights", '{"solved": NaN}', "reward_weights must be finite, got {'solved': nan}"),

@@ -104,6 +104,15 @@ def test_a_checkpoint_of_trls_own_starts_from_the_first_prompt(policy, tmp_path,
     assert 0 in resumed._trained_groups
 
 
+def test_progress_that_cannot_be_read_is_named(policy, tmp_path):
+    more = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    scoring_trainer(policy, tmp_path, QueuedRollouts(20), more=more).train()
+    (tmp_path / "checkpoint-1" / PROGRESS_FILE).write_text("{oops")
+    resumed = scoring_trainer(policy, tmp_path, QueuedRollouts(20), more={"max_steps": 2})
+    with pytest.raises(ValueError, match=f"{PROGRESS_FILE} must hold a GroupProgress as JSON, got Expecting property"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_epochs_count_groups_over_a_resume(policy, tmp_path):
     """One pass over 16 prompts: 6 groups before the checkpoint, 10 after it."""
     more = {"max_steps": -1, "num_train_epochs": 1, "groups_per_step": 2, "save_strategy": "steps", "save_steps": 3}
