@@ -24,6 +24,7 @@ from treepack.scoring.report import StepReport
 
 MAX_SAMPLES = 20_000
 MAX_BINS = 40
+MAX_EXACT = 2**53 - 1  # a browser's numbers are float64
 TEMPLATES = ("report.html", "report.css", "report.js")
 
 
@@ -90,9 +91,11 @@ def _json(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for numbers that JSON lacks."""
+    """The value with None for numbers that JSON lacks, and as text those that a browser would round: long ids."""
     if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else None
+        return float(f"{value:.7g}") if math.isfinite(value) else None
+    if isinstance(value, int) and abs(value) > MAX_EXACT:
+        return str(value)
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

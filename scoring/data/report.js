@@ -16,8 +16,11 @@ const LABELS = {
   trained_samples: "trained samples", idle: "idle attention",
 };
 
-const show = (value) =>
-  value === null || value === undefined ? "" : typeof value === "number" ? number.format(value) : String(value);
+const show = (value) => {
+  if (value === null || value === undefined) return "";
+  if (typeof value !== "number") return String(value);
+  return value !== 0 && Math.abs(value) < 1e-3 ? String(Number(value.toPrecision(4))) : number.format(value);
+};
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -318,6 +318,15 @@ def test_numbers_that_json_lacks(tmp_path):
     assert data["samples"]["reward"].count(None) == 3
 
 
+def test_numbers_that_a_browser_or_rounding_would_lose(tmp_path):
+    uids = [2**53 - 1, 2**60 + 1]
+    rows = [{**row, "uid": uid} for row, uid in zip(rollout_rows([[1.5e-9, 2.5e-9]]), uids)]
+    scored(tmp_path / "out", write_rollouts(tmp_path / "rollouts.jsonl", rows))
+    _, data = page_of(tmp_path / "out", tmp_path)
+    assert data["samples"]["uid"] == [uids[0], str(uids[1])]
+    assert data["samples"]["reward"] == data["rewards"][0]["centers"] == [1.5e-9, 2.5e-9]
+
+
 def test_many_samples_are_cut(job, tmp_path, monkeypatch):
     monkeypatch.setattr(html_report, "MAX_SAMPLES", 5)
     _, data = page_of(job[0], tmp_path)
