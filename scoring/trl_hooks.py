@@ -63,7 +63,7 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         scorers: run on every rank, in this order, after the reward functions' columns.
         on_rollouts_scored: called on the main process with each step's `StepScores`, before the step is trained.
         trl_arguments: the other arguments of `AsyncGRPOTrainer`. A `rollout_worker` of your own must put rows as in
-            `RolloutRow` on its queue.
+            `RolloutRow` on its queue; `reward_funcs` and the options of generation are not for it, as in TRL.
 
     Attributes:
         scorers: as given.

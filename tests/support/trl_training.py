@@ -2,16 +2,14 @@
 
 import queue
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
-import trl
+from treepack.scoring.train_demo_model import byte_tokenizer
 from treepack.scoring.trl_hooks import ScoringGRPOConfig, ScoringGRPOTrainer
 from treepack.scoring.trl_rollouts import ScoringSample
 
@@ -19,22 +17,6 @@ VOCAB_SIZE = 300
 PROMPTS = Dataset.from_dict(
     {"prompt": [[{"role": "user", "content": f"q{i}"}] for i in range(16)], "number": list(range(16))}
 )
-
-
-def byte_tokenizer():
-    """A token a byte, and the chat template of a model that TRL knows."""
-    special = ["<pad>", "<|im_end|>", "<|im_start|>"]
-    vocabulary = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        chat_template=(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text(),
-    )
 
 
 def save_policy(folder, model_type="qwen3", **settings):

@@ -7,12 +7,12 @@ import time
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
 from support.models import tiny_model
+from support.trl_scored import scorers_of
 from support.trl_training import (
     PROMPTS,
-    VOCAB_SIZE,
     NoTransfer,
     QueuedRollouts,
     losses_of,
@@ -21,7 +21,7 @@ from support.trl_training import (
     scoring_trainer,
     settings,
 )
-from treepack import EBFTScorer, LogProbScorer, RewardModelScorer, TrainerScorer, group_advantages, register_attention
+from treepack import LogProbScorer, TrainerScorer, group_advantages, register_attention
 from treepack.scoring.planner import StepCapacityError
 from treepack.scoring.recorder import recorded_steps
 from treepack.scoring.scorer import collate_packed, scored_sequences
@@ -158,20 +158,8 @@ def test_without_scorers_losses_are_trls(policy, tmp_path, monkeypatch, per_row)
 
 
 def test_reward_model_log_probs_and_ebft_score_together(policy, tmp_path):
-    register_attention()
-    reward_model = tiny_model(
-        "llama",
-        auto_class=AutoModelForSequenceClassification,
-        num_labels=1,
-        vocab_size=VOCAB_SIZE,
-        attn_implementation="treepack",
-    )
-    frozen = AutoModelForCausalLM.from_pretrained(policy, attn_implementation="treepack")
-    scorers = [
-        RewardModelScorer(reward_model, token_budget=64),
-        LogProbScorer(frozen, token_budget=64),
-        EBFTScorer(frozen, token_budget=64),
-    ]
+    reward_model, ebft = scorers_of(policy, shard=False)
+    scorers = [reward_model, LogProbScorer(ebft.model, token_budget=64), ebft]
     scored = []
     columns = {"reference_ids": np.array([7, 8, 9])}
     trainer = scoring_trainer(
