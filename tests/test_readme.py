@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,12 @@ def test_trainer_snippet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             def __init__(self, **given: Any) -> None:
                 super().__init__(**small, **quick, **given)
 
+        class Trainer(trl_hooks.ScoringGRPOTrainer):
+            def __init__(self, **given: Any) -> None:
+                super().__init__(weight_transfer=LoopbackWeightTransfer(server), **given)
+
         monkeypatch.setattr(trl_hooks, "ScoringGRPOConfig", Config)
-        transfer = LoopbackWeightTransfer(server)
-        monkeypatch.setattr(
-            trl_hooks, "ScoringGRPOTrainer", partial(trl_hooks.ScoringGRPOTrainer, weight_transfer=transfer)
-        )
+        monkeypatch.setattr(trl_hooks, "ScoringGRPOTrainer", Trainer)
         names = {
             "POLICY": str(tmp_path / "policy"),
             "SERVER": server.url,
@@ -81,7 +81,9 @@ def test_commands(tmp_path: Path) -> None:
     """Benchmarks at smoke size; what needs a GPU as far as it goes without one."""
     assert len(COMMANDS) >= 10
     for command in COMMANDS:
-        words = [*shlex.split(command)]
+        words = shlex.split(command)
+        if words == ["pytest"]:
+            continue  # this is it
         if words[0] == "pip":
             check_installation(words)
         elif words[0] == "treepack" and words[1] == "train-demo":
@@ -90,7 +92,7 @@ def test_commands(tmp_path: Path) -> None:
             extra = {"bench": ["--smoke"], "benchmarks/gpu/run.py": ["--dry-run"]}.get(words[1], [])
             run(command, [*words, *extra], tmp_path)
         else:
-            assert words == ["pytest"], f"{command}: no test runs it"
+            raise AssertionError(f"{command}: no test runs it")
 
 
 def run(command: str, words: list[str], folder: Path) -> None:
