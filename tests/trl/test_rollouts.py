@@ -83,6 +83,40 @@ def test_reward_functions_give_columns_and_dataset_columns_travel(server):
         assert not any(name.startswith("rewards/") for row in rows for name in row.metrics)
 
 
+class Game:
+    """An environment that owns its reward: the turns it was asked for."""
+
+    def __init__(self):
+        self.turns = 0
+
+    def reset(self, **row):
+        self.turns += 1
+        return " again"
+
+    def get_reward(self):
+        return float(self.turns)
+
+
+def test_an_environments_own_reward_is_a_column(server):
+    """And the only one where nothing else gives a reward."""
+    with running(server.url, environment_factory=Game, max_inflight_tasks=1) as run:
+        rows = run.take(4)
+    assert [row.rewards for row in rows] == [{"Game": float(turn)} for turn in (1, 2, 3, 4)]
+    assert rows[0].prompt[-1]["content"] == "q0 again"
+
+
+def test_failed_generations_take_their_environments_rewards_along():
+    FailsOften.arrived = -1
+    with (
+        toy_server(FailsOften) as failing,
+        running(failing.url, environment_factory=Game, reward_funcs=[lengths], max_inflight_tasks=1) as run,
+    ):
+        shrunk, *rows = run.take(4)
+    assert shrunk == GroupShrunk(0, 3)  # the second request failed
+    assert [row.rewards["Game"] for row in rows] == [1.0, 3.0, 4.0]
+    assert [row.rewards["lengths"] for row in rows] == lengths([row.completion for row in rows])
+
+
 def test_completions_can_be_logged(server, capsys):
     with running(server.url, log_completions=True, num_completions_to_print=1) as run:
         run.take(8)
