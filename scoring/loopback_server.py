@@ -154,6 +154,8 @@ class LoopbackServer:
         )
         if not request.temperature > 0:
             raise HttpError(400, f"temperature must be positive, got {request.temperature}")
+        if request.max_tokens < 1:
+            raise HttpError(400, f"max_tokens must be at least 1, got {request.max_tokens}")
         if len(request.prompt) + request.max_tokens > self.max_model_len:
             raise HttpError(
                 400,

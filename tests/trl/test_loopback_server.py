@@ -52,6 +52,7 @@ def test_a_completion_depends_on_its_own_seed_alone(server):
         ({"top_p": 0.9}, 400, "top_p must be 1.0, got 0.9"),
         ({"n": 2}, 400, "n must be 1, got 2"),
         ({"temperature": 0}, 400, "temperature must be positive, got 0"),
+        ({"max_tokens": 0}, 400, "max_tokens must be at least 1, got 0"),
         ({"max_tokens": 62}, 400, "prompt and max_tokens must fit in 64, got 3 + 62"),
         ({"prompt": None}, 400, "TypeError"),
         ({"prompt": [10**6]}, 500, "IndexError"),
