@@ -1,15 +1,17 @@
 """How the commands of `treepack` end: exit codes, and errors in one line."""
 
+import errno
 import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 from typing import NoReturn
 
 import typer
 
-from treepack.scoring.errors import InputError
+from treepack.scoring.errors import InputError, OptionError
 
 
 class ExitCode(IntEnum):
@@ -32,6 +34,23 @@ def fail(message: str, code: ExitCode) -> NoReturn:
     where = f"process {os.environ['RANK']}: " if is_helper() else ""
     typer.echo(f"error: {where}{message}", err=True)
     raise typer.Exit(code)
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is to hold.
+
+    Raises:
+        OptionError: it is a folder, its folder is missing, or one of them is not writable.
+    """
+    problem = None
+    if path.is_dir():
+        problem = errno.EISDIR
+    elif not path.parent.is_dir():
+        problem = errno.ENOENT
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = errno.EACCES
+    if problem is not None:
+        raise OptionError(f"{option} {path}: cannot be written: {os.strerror(problem)}")
 
 
 @contextmanager

@@ -199,7 +199,9 @@ def score(
 
 @app.command()
 def replay(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a StepRecorder, or of --record.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder of a StepRecorder, or of treepack score --record.")
+    ],
     step: Annotated[int | None, typer.Option(min=0, help="The step's number.", show_default="the last one")] = None,
     model: Annotated[
         Path | None,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from treepack.scoring.command_errors import one_line_errors
+from treepack.scoring.command_errors import one_line_errors, require_writable
 from treepack.scoring.config_file import ConfigOption
 from treepack.scoring.display import make_display
 
@@ -45,6 +45,8 @@ def html_report(
       130  interrupted
     """
     with one_line_errors(show_traceback), make_display() as display:
+        if out is not None:
+            require_writable("--out", out)
         display.phase("loading libraries")
         from treepack.scoring.html_report import write_report
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from treepack.scoring.command_errors import one_line_errors
+from treepack.scoring.command_errors import one_line_errors, require_writable
 from treepack.scoring.config_file import ConfigOption
 from treepack.scoring.display import make_display
 
@@ -70,6 +70,8 @@ def inspect(
       130  interrupted
     """
     with one_line_errors(show_traceback), make_display() as display:
+        if json_file is not None:
+            require_writable("--json", json_file)
         display.phase("loading libraries")
         from treepack.scoring.inspection import InspectOptions, inspect_rollouts, write_inspection
 

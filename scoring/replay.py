@@ -14,6 +14,7 @@ from treepack.scoring.models import ScorerKind, TimedScorer, load_scorer, scorer
 from treepack.scoring.open_step import MicroBatch
 from treepack.scoring.planner import StepPlanner
 from treepack.scoring.recorder import RecordedStep, read_recorded_step, recorded_steps
+from treepack.scoring.score_options import RECORD
 from treepack.scoring.step import StepScores, score_step
 from treepack.scoring.trainer import LocalTrainer, ScoringArgs
 
@@ -87,7 +88,7 @@ def replay_step(
     """Plan and score a recorded step again.
 
     Args:
-        folder: of a `StepRecorder`.
+        folder: of a `StepRecorder`, or of a `treepack score --record`.
         step: its number; by default the last one.
         scorer: which reward column is computed again, where `model` is given. The others are as recorded.
         model: its model (see `load_scorer`).
@@ -96,7 +97,7 @@ def replay_step(
     Raises:
         OptionError, RolloutError, ModelError: the folder, the step or the model cannot be used.
     """
-    files = recorded_steps(folder)
+    files = recorded_steps(folder) or recorded_steps(folder / RECORD)
     if not files:
         raise OptionError(f"{folder}: holds no recorded steps")
     number = max(files) if step is None else step

@@ -363,7 +363,7 @@ def test_the_command(job, tmp_path):
     [
         (["none"], "none: must hold report.json and scored.parquet"),
         (["JOB", "--tokenizer", "none"], "none: no such tokenizer"),
-        (["JOB", "--out", "none/page.html"], "--out none/page.html: cannot be written: No such file or directory"),
+        (["none", "--out", "none/page.html"], "--out none/page.html: cannot be written: No such file or directory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(job, args, message):

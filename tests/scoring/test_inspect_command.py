@@ -185,7 +185,9 @@ def test_text_of_rollouts_commands_no_terminal(tmp_path):
         ),
         (["--tokenizer", "damaged.json"], "damaged.json: cannot be read"),
         (["--model", "none"], "none: not a checkpoint folder: it has no config.json"),
-        (["--json", "none/found.json", "--limit-groups", "1"], "cannot be written: No such file or directory"),
+        # Before any work: the tokenizer, which is not there either, is not looked for.
+        (["--tokenizer", "none", "--json", "none/found.json"], "cannot be written: No such file or directory"),
+        (["--tokenizer", "none", "--json", "."], "--json .: cannot be written: Is a directory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, args, message):

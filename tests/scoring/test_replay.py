@@ -180,6 +180,7 @@ def test_the_command(recorded, models, tmp_path):
     assert result.exit_code == 0
     assert "moved to another row" in result.stdout
     assert "largest reward difference" in result.stdout
+    assert run("replay", recorded["reward-model"].parent).exit_code == 0  # the folder of the score
     folder = changed(recorded["none"], tmp_path / "record", rank=lambda ranks: [1 - rank for rank in ranks])
     result = run("replay", folder, "--step", 0)
     assert result.exit_code == 4
@@ -189,9 +190,10 @@ def test_the_command(recorded, models, tmp_path):
     assert result.exit_code == 4
     report = json.loads(result.stdout)
     assert report["moved"] == len(report["differences"]) == report["samples"]
-    result = run("replay", tmp_path)
+    empty = folder.parent / "empty"
+    result = run("replay", empty)
     assert result.exit_code == 2
-    assert result.stderr.splitlines()[-1] == f"error: {tmp_path}: holds no recorded steps"
+    assert result.stderr.splitlines()[-1] == f"error: {empty}: holds no recorded steps"
 
 
 @pytest.mark.parametrize("option", [("--scorer", "ebft"), ("--seed", 0)])
