@@ -11,8 +11,10 @@ import torch
 
 MAX_HEAD_DIM = 256
 
-# More packed heads would leave a tile too few tokens: a group beyond this is cut in chunks.
+# More packed heads would leave a tile too few tokens: a group beyond this is cut in chunks, of at least half of it.
 _MAX_PACK = 16
+# Query rows of the smallest tiles of 16-bit kernels, where a pack that does not divide them costs most.
+_FEWEST_ROWS = 32
 
 _Family = Literal["blackwell", "hopper", "ampere", "consumer", "cdna"]
 
@@ -136,10 +138,9 @@ def attention_config(
     width = max(sum(split_columns(head_dim)), sum(split_columns(value_dim)))
     table = _FLOAT32_TILES if dtype == torch.float32 else _TILES[family]
     forward, query_grad, key_grad = next(tiles for limit, tiles in table.items() if width <= limit)
-    chunks = -(-group // _MAX_PACK)
     return AttentionConfig(
         group=group,
-        pack=-(-group // chunks),
+        pack=_pack(group),
         head_dim=head_dim,
         value_dim=value_dim,
         # AMD has no tf32x3, and beyond 128 columns its three-part operands do not fit the registers.
@@ -148,6 +149,18 @@ def attention_config(
         query_grad=query_grad,
         key_grad=key_grad,
     )
+
+
+def _pack(group: int) -> int:
+    """Query heads of a tile: all of a small group, else those that leave the fewest rows of its tiles idle."""
+    if group <= _MAX_PACK:
+        return group
+
+    def rows(pack: int) -> float:
+        """Rows that tiles take for a token's heads."""
+        return -(-group // pack) * _FEWEST_ROWS / (_FEWEST_ROWS // pack)
+
+    return min(range(_MAX_PACK, _MAX_PACK // 2 - 1, -1), key=rows)
 
 
 def split_columns(columns: int) -> tuple[int, int]:

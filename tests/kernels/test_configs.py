@@ -40,6 +40,11 @@ def test_columns_are_cut_without_waste_where_they_can_be(columns: int, blocks: t
     assert split_columns(columns) == blocks
 
 
+@pytest.mark.parametrize(("group", "pack"), [(1, 1), (7, 7), (16, 16), (17, 10), (24, 8), (40, 8), (48, 16), (71, 8)])
+def test_large_groups_are_cut_where_the_fewest_rows_stay_idle(group: int, pack: int) -> None:
+    assert attention_config(64, 64, torch.bfloat16, group=group, device=DEVICES[0]).pack == pack
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_every_head_dim_and_ratio_has_tiles(device: Device, dtype: torch.dtype) -> None:
