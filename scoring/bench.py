@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,15 @@ def benchmarks_folder() -> Path:
     """The checkout's benchmarks, which a wheel does not hold.
 
     Raises:
-        OptionError: treepack is not installed from a checkout.
+        OptionError: treepack is not installed from a checkout, or without what suites run on.
     """
     folder = Path(treepack.__file__).resolve().parents[2] / "benchmarks"
     if not (folder / "harness.py").exists():
         raise OptionError(
             "treepack bench needs a checkout, installed with `pip install -e .`: an installed wheel has no benchmarks"
         )
+    if find_spec("pytest_benchmark") is None:
+        raise OptionError("treepack bench needs pytest and its benchmark plugin: pip install -e '.[test]'")
     return folder
 
 

@@ -145,6 +145,13 @@ def test_unknown_suite(checkout: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_without_the_test_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    result = run("packing")
+    assert result.exit_code == 2
+    assert "pip install -e '.[test]'" in result.stderr
+
+
 def test_a_wheel_has_no_suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed: Any = tmp_path / "lib" / "site-packages" / "treepack" / "__init__.py"
     monkeypatch.setattr(treepack, "__file__", str(installed))
