@@ -1,6 +1,6 @@
 """Build the API page from the docstrings of the public names: `python docs/build.py DIR` (needs pdoc)."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import pdoc
@@ -22,4 +22,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write the pages")
+    main(parser.parse_args().folder)
