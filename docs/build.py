@@ -1,6 +1,7 @@
 """Build the API page from the docstrings of the public names: `python docs/build.py DIR` (needs pdoc)."""
 
 import argparse
+import os
 from pathlib import Path
 
 import pdoc
@@ -13,6 +14,7 @@ MODULES = ("treepack", "!treepack.kernels", "!treepack.scoring", "treepack.scori
 
 def main(folder: Path) -> None:
     """Write index.html and a page a module to `folder`."""
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it warns when imported
     for name in treepack.__all__:  # names load on first use, and pdoc looks only at what is there
         getattr(treepack, name)
     pdoc.render.configure(
