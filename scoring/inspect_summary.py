@@ -74,7 +74,10 @@ def _print_divergences(found: Inspection, console: Console, top: int) -> None:
     rest = {*divergences.causes} - {*telling[:top]}
     if rest:
         tokens = sum(cause.tokens for cause in rest)
-        console.print(f"... and {len(rest):,} more causes, {tokens:,} tokens (--top, --json)", highlight=False)
+        console.print(
+            f"... and {len(rest):,} more {'cause' if len(rest) == 1 else 'causes'}, {tokens:,} tokens (--top, --json)",
+            highlight=False,
+        )
     if not found.is_text:
         console.print("token ids: --tokenizer shows text, and tells dates and ids", highlight=False)
 
