@@ -154,7 +154,7 @@ def test_top_and_what_is_left_out(tmp_path):
     result = run(path, "--top", 1, "--ranks", 1, "--token-budget", 4096)
     assert "\n1. a part that differs" in result.stdout
     assert "\n2. " not in result.stdout
-    assert "more causes" in result.stdout
+    assert "... and 1 more cause, " in result.stdout
 
 
 def test_text_of_rollouts_commands_no_terminal(tmp_path):
