@@ -164,3 +164,10 @@ def scoring_trainer(policy, folder, worker, *, trainer_class=ScoringGRPOTrainer,
 def losses_of(trainer):
     """The logged losses, a step each."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def leave_ranks():
+    """End this process's part in a job of several, which it must not do while another's traffic is under way."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

@@ -21,6 +21,7 @@ from support.trl_end_to_end import (
     vllm_server,
 )
 from support.trl_rewards import lengths
+from support.trl_training import leave_ranks
 from treepack import register_attention
 
 
@@ -161,6 +162,7 @@ def main():
     for name in names:
         RUNS[name](Path(folder))
         print(f"{name}: rank {0 if IS_MAIN else 1} ok", flush=True)
+    leave_ranks()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 
 from support.trl_end_to_end import served_training
 from support.trl_rewards import lengths, raises
+from support.trl_training import leave_ranks
 
 MID_STEP_S = 120
 """How long the step sleeps in which the test kills the run."""
@@ -100,6 +101,7 @@ def main():
     for name in names:
         RUNS[name](Path(folder))
         print(f"{name}: ok", flush=True)
+    leave_ranks()
 
 
 if __name__ == "__main__":

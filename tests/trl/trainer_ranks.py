@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from support.fsdp_on_cpu import use_fsdp
 from support.trl_scored import three_steps
-from support.trl_training import QueuedRollouts, losses_of, scoring_trainer
+from support.trl_training import QueuedRollouts, leave_ranks, losses_of, scoring_trainer
 from treepack import TrainerScorer
 from treepack.scoring.scorer import collate_packed, scored_sequences
 
@@ -66,6 +66,7 @@ def main(kind, policy, folder):
     train_alike(kind, policy, folder)
     if kind == "ddp":
         fail_on_one_rank(policy, f"{folder}/failure")
+    leave_ranks()
 
 
 if __name__ == "__main__":
