@@ -155,10 +155,12 @@ def score(
     with one_line_errors(show_traceback), make_display(quiet=is_helper()) as display:
         display.phase("loading libraries")
         _quiet_libraries()
+        from treepack.scoring.allocator import keep_freed_memory
         from treepack.scoring.processes import joined_processes
         from treepack.scoring.score_job import score_rollouts
         from treepack.scoring.score_options import ScoreOptions
 
+        keep_freed_memory()
         with joined_processes() as accelerator:
             report = score_rollouts(
                 ScoreOptions(
