@@ -87,7 +87,7 @@ def test_commands(tmp_path: Path) -> None:
         if words[0] == "pip":
             check_installation(words)
         elif words[0] == "treepack" and words[1] == "train-demo":
-            assert "run_demo" in (ROOT / "tests" / "trl" / "test_demo.py").read_text()  # its own slow test
+            assert "train-demo" in (ROOT / "tests" / "trl" / "test_demo.py").read_text()  # its own slow test
         elif words[0] == "treepack" or words[1].startswith("benchmarks"):
             extra = {"bench": ["--smoke"], "benchmarks/gpu/run.py": ["--dry-run"]}.get(words[1], [])
             run(command, [*words, *extra], tmp_path)

@@ -1,10 +1,13 @@
 """The rollout loop in this process, on real queues, against a loopback server: all of a child but the process."""
 
+import asyncio
+import gc
 import multiprocessing
 import queue
+import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 from accelerate.state import PartialState
@@ -88,6 +91,19 @@ class LoopRun:
             self.loop._loop.call_soon_threadsafe(self.loop._stop_event.set)
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the loop does not stop"
+        if self.error is not None:
+            self._let_go()
+
+    def _let_go(self):
+        """Of requests under way when the loop failed: a child takes them along, here they would warn later."""
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        try:
+            for task in asyncio.all_tasks(self.loop._loop):
+                with suppress(RuntimeError):  # the event loop is closed, which TRL's clean-up does not expect
+                    task.get_coro().close()
+            gc.collect()
+        finally:
+            sys.unraisablehook = hook
 
     def discard(self):
         """Let go of a loop that was never started."""
