@@ -50,7 +50,8 @@ def main() -> int:
         print("run.py needs a CUDA GPU; --dry-run checks what does not", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as scratch:
-        directory: Path = options.out or Path(scratch)
+        # Sections run elsewhere: a relative folder is the caller's.
+        directory = Path(options.out or scratch).resolve()
         directory.mkdir(parents=True, exist_ok=True)
         return run_sections(directory, dry_run=options.dry_run)
 
