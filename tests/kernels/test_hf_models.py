@@ -3,9 +3,16 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import PreTrainedModel
 
-from support.models import CAUSAL_LMS, VOCAB_SIZE, checkpoint_activations, randomize, sample_sequences, tiny_model
+from support.models import (
+    CAUSAL_LMS,
+    VOCAB_SIZE,
+    checkpoint_activations,
+    sample_sequences,
+    tiny_model,
+    vision_language_models,
+)
 from support.packed_runs import (
     FORWARD_ABSOLUTE,
     WRONG_MASK,
@@ -135,38 +142,19 @@ def test_autocast(name: str, sequences: list[Tensor], packed: dict[str, Tensor])
 @pytest.fixture(scope="module")
 def vision_language() -> tuple[PreTrainedModel, PreTrainedModel]:
     """A tiny Qwen2.5-VL twice, with eager attention and with tree attention in its text part."""
-    models = []
-    for text_attention in ("eager", "treepack"):
-        config = AutoConfig.for_model(
-            "qwen2_5_vl",
-            text_config={
-                "vocab_size": VOCAB_SIZE,
-                "hidden_size": 64,
-                "intermediate_size": 96,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 256,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-            },
-            vision_config={
-                "depth": 1,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-            },
-            image_token_id=VOCAB_SIZE - 1,
-            video_token_id=VOCAB_SIZE - 2,
-            vision_start_token_id=VOCAB_SIZE - 3,
-            vision_end_token_id=VOCAB_SIZE - 4,
-        )
-        model = AutoModelForImageTextToText.from_config(
-            config, attn_implementation={"text_config": text_attention, "vision_config": "eager"}, dtype=torch.float32
-        )
-        randomize(model)
-        models.append(model.eval())
-    return models[0], models[1]
+    return vision_language_models(
+        "qwen2_5_vl",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        },
+    )
 
 
 def test_vision_language_text_path(

@@ -12,16 +12,16 @@ import torch
 import tree_recurrence
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from support.models import (
     HYBRID_LMS,
-    VOCAB_SIZE,
     checkpoint_activations,
     randomize,
     sample_sequences,
     tiny_config,
     tiny_model,
+    vision_language_models,
 )
 from support.packed_runs import (
     WRONG_MASK,
@@ -210,37 +210,18 @@ def test_a_row_must_be_described() -> None:
 
 
 def test_vision_language_text_path(sequences: list[Tensor], packed: dict[str, Tensor]) -> None:
-    models = []
-    for text_attention in ("eager", "treepack"):
-        config = AutoConfig.for_model(
-            "qwen3_5",
-            text_config={
-                **tiny_config("qwen3_5_text").to_dict(),
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 10000.0,
-                    "mrope_section": [1, 1, 0],
-                    "partial_rotary_factor": 0.25,
-                },
+    reference, model = vision_language_models(
+        "qwen3_5",
+        {
+            **tiny_config("qwen3_5_text").to_dict(),
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [1, 1, 0],
+                "partial_rotary_factor": 0.25,
             },
-            vision_config={
-                "depth": 1,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-            },
-            image_token_id=VOCAB_SIZE - 1,
-            video_token_id=VOCAB_SIZE - 2,
-            vision_start_token_id=VOCAB_SIZE - 3,
-            vision_end_token_id=VOCAB_SIZE - 4,
-        )
-        model = AutoModelForImageTextToText.from_config(
-            config, attn_implementation={"text_config": text_attention, "vision_config": "eager"}, dtype=torch.float32
-        )
-        randomize(model)
-        models.append(model.eval())
-    reference, model = models
+        },
+    )
     prepare_model(model)
     check_tree_support(model)
     four = packed["position_ids"].expand(4, 1, -1)

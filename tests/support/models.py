@@ -4,7 +4,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 VOCAB_SIZE = 120
 # Shorter than the test sequences, so that a window measured in packed index instead of along the path shows.
@@ -198,3 +204,33 @@ def checkpoint_activations(model: PreTrainedModel, *, use_reentrant: bool) -> No
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
+def vision_language_models(model_type: str, text_config: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """One tiny vision-language model twice, with eager attention and with tree attention in its text part."""
+    eager, packed = (
+        AutoModelForImageTextToText.from_config(
+            AutoConfig.for_model(
+                model_type,
+                text_config=text_config,
+                vision_config={
+                    "depth": 1,
+                    "hidden_size": 32,
+                    "intermediate_size": 32,
+                    "num_heads": 2,
+                    "out_hidden_size": 64,
+                },
+                image_token_id=VOCAB_SIZE - 1,
+                video_token_id=VOCAB_SIZE - 2,
+                vision_start_token_id=VOCAB_SIZE - 3,
+                vision_end_token_id=VOCAB_SIZE - 4,
+            ),
+            attn_implementation={"text_config": text_attention, "vision_config": "eager"},
+            dtype=torch.float32,
+        )
+        for text_attention in ("eager", "treepack")
+    )
+    for model in (eager, packed):
+        randomize(model)
+        model.eval()
+    return eager, packed
