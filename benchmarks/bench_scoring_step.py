@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness import Compare, Comparison, Figure
+from harness import Compare, Comparison, Figure, Work
 from support.smollm2 import smollm2_file
 from support.traces import BUNDLED, FULL, load_trace
 from treepack import RewardModelScorer, ScoringCollator, StepPlanner, score_step, token_cost
@@ -47,7 +47,7 @@ class Case:
     shortest: bool = False
     rows: int | None = None
     of_packing: float | None = None  # at least
-    rounds: int = 1
+    rounds: int = 1  # of ours; of the other ways each round runs a share
 
     def samples(self) -> list[Sample]:
         groups = load_trace(self.trace, None if self.shortest else 1, self.rows)
@@ -59,8 +59,8 @@ class Case:
 
 
 CASES = [
-    Case(FULL / "game24_samples.npz", of_packing=0.9, rounds=3),
-    Case(FULL / "airline_turns.npz", shortest=True, rows=6),
+    Case(FULL / "game24_samples.npz", of_packing=0.9, rounds=5),
+    Case(FULL / "airline_turns.npz", shortest=True, rows=5),
     Case(FULL / "airline_conversations.npz", shortest=True),
     Case(FULL / "gsm8k_solutions.npz", rounds=3),
 ]
@@ -85,7 +85,7 @@ def _one_thread() -> Iterator[None]:
 
 @cache
 def load(path: Path | None) -> LoadedScorer:
-    limits = {"num_tokens": VOCABULARY, "longest_row": 8192, "token_budget": TOKEN_BUDGET}
+    limits = {"vocab_size": VOCABULARY, "longest_row": 8192, "token_budget": TOKEN_BUDGET}
     return load_scorer("reward-model", path, **limits, seed=0)
 
 
@@ -98,7 +98,7 @@ class Sides:
         self.model = loaded.scorer.inner.model
         self.head = loaded.scorer.inner.head
         self.samples = samples
-        self.rewards: dict[str, np.ndarray] = {}
+        self.rewards = {name: np.full(len(samples), np.nan) for name in ("packed", "alone", "padded")}
         self.forward_s: list[float] = []
         self.row_tokens = self.row_pairs = 0
 
@@ -116,19 +116,15 @@ class Sides:
         self.row_tokens, self.row_pairs = row.num_tokens, row.load
         self.forward_s.append(self.scorer.cpu_s - before)
 
-    def alone(self) -> None:
-        with self.own_attention():
-            self.rewards["alone"] = np.array([self.score([sample])[0] for sample in self.samples])
-
-    def padded(self) -> None:
-        """In batches of sequences of like length, the longest first."""
+    def unshared(self, name: str, size: int) -> list[Work]:
+        """A call for each batch of `size` sequences of like length, the longest first."""
         order = sorted(range(len(self.samples)), key=lambda i: -len(self.samples[i]["input_ids"]))
-        rewards = np.empty(len(order))
-        with self.own_attention():
-            for start in range(0, len(order), BATCH):
-                batch = order[start : start + BATCH]
-                rewards[batch] = self.score([self.samples[i] for i in batch])
-        self.rewards["padded"] = rewards
+
+        def run(batch: list[int]) -> None:
+            with self.own_attention():
+                self.rewards[name][batch] = self.score([self.samples[i] for i in batch])
+
+        return [partial(run, order[start : start + size]) for start in range(0, len(order), size)]
 
     def score(self, samples: Sequence[Sample]) -> np.ndarray:
         """The head on each sequence's last token, from one forward without tree arguments."""
@@ -162,21 +158,29 @@ class Sides:
 
     def assert_equal(self) -> None:
         for name in ("alone", "padded"):
+            assert np.isfinite(self.rewards[name]).all()
             np.testing.assert_allclose(self.rewards["packed"], self.rewards[name], rtol=1e-4, atol=1e-4, err_msg=name)
         assert np.ptp(self.rewards["packed"]) > 1e-2
+
+
+def shortened(sample: Sample) -> Sample:
+    """One of two, its prefix and its end."""
+    ends = {
+        key: np.r_[sample[key][:150], sample[key][-150:]] for key in ("input_ids", "completion_mask", "old_log_probs")
+    }
+    return {**sample, **ends, "group_size": 2}
 
 
 def test_scoring_step(compare: Compare, smoke: bool, case: Case) -> None:
     smollm2 = None if smoke else smollm2_file()
     loaded = load(smollm2)
     sides = Sides(loaded, case.samples())
-    few = [{**sample, "group_size": 2} for sample in sides.samples[:2]]
 
     def check() -> None:
-        short = Sides(loaded, few)  # all of them would take as long as the peers' round: see `figures`
+        short = Sides(loaded, [shortened(sample) for sample in sides.samples[:2]])  # all of them: see `figures`
         short.packed()
-        short.alone()
-        short.padded()
+        for work in (*short.unshared("alone", 1), *short.unshared("padded", BATCH)):
+            work()
         short.assert_equal()
 
     def figures(record: Comparison) -> dict[str, Figure]:
@@ -196,9 +200,8 @@ def test_scoring_step(compare: Compare, smoke: bool, case: Case) -> None:
     compare(
         f"{case.trace.stem}, {len(sides.samples)} rows, {'SmolLM2' if smollm2 else 'small model'}",
         ours=sides.packed,
-        peers={"alone": sides.alone, "padded batches": sides.padded},
+        peers={"alone": sides.unshared("alone", 1), "padded batches": sides.unshared("padded", BATCH)},
         check=check,
         rounds=case.rounds,
-        peer_rounds=1,
         figures=figures,
     )

@@ -6,20 +6,24 @@ A suite is a pytest-benchmark module `bench_<name>.py` whose tests take the `com
         compare("64 x 8", ours=pack, peers={"TRL": trl_pack}, check=assert_equal, target=90)
 
 `check` runs first and must raise when the results differ, so a wrong answer is never timed. Then every round times each
-peer and ours in turn, in this process: other load on the machine hits all sides alike. The timer is the CPU time of the
-process (all its threads), so waiting for a busy core is not counted.
+peer and ours in turn, in this process: other load on the machine hits all sides alike. A peer that takes minutes is cut
+into parts, a part a round, so that it does not meet another machine than ours. The timer is the CPU time of the process
+(all its threads), so waiting for a busy core is not counted.
 """
 
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 from pytest_benchmark.fixture import BenchmarkFixture
 
 timer = time.process_time
+
+Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case of one suite. Times are medians over the rounds, in seconds of CPU time."""
+    """One case of one suite. Times are medians over the rounds, or sums over parts, in seconds of CPU time."""
 
     suite: str
     case: str
@@ -80,8 +84,8 @@ class Compare:
         self,
         case: str,
         *,
-        ours: Callable[[], object],
-        peers: Mapping[str, Callable[[], object]],
+        ours: Work,
+        peers: Mapping[str, Work | Sequence[Work]],
         check: Callable[[], None],
         target: float | None = None,
         rounds: int = 5,
@@ -94,7 +98,8 @@ class Compare:
         Args:
             case: the row's name in the table.
             ours: what is measured; a call does the whole work once.
-            peers: name -> the same work done another way. The first is the one `target` is about.
+            peers: name -> the same work done another way, or the parts of it, each run once, spread over the rounds.
+                The first is the one `target` is about.
             check: raises when the results of ours and its peers differ; runs before anything is timed.
             target: times faster than the first peer we want to be.
             rounds: interleaved rounds; the medians are reported. One under `--smoke`.
@@ -106,16 +111,25 @@ class Compare:
         of_peers = peer_rounds if isinstance(peer_rounds, Mapping) else dict.fromkeys(peers, peer_rounds or rounds)
         rounds = 1 if self.smoke else rounds
         times: dict[str, list[float]] = {name: [] for name in peers}
+        rounds_begun = count()
 
         def time_peers() -> None:
+            now = next(rounds_begun)
             for name, peer in peers.items():
-                if len(times[name]) < min(of_peers.get(name, rounds), rounds):
+                if isinstance(peer, Sequence):
+                    turn = peer[now::rounds]
+                else:
+                    turn = [peer] if now < of_peers.get(name, rounds) else []
+                for work in turn:
                     start = timer()
-                    peer()
+                    work()
                     times[name].append(timer() - start)
 
         self._benchmark.pedantic(ours, setup=time_peers, rounds=rounds, warmup_rounds=0)
-        peers_s = {name: statistics.median(seconds) for name, seconds in times.items()}
+        peers_s = {
+            name: sum(times[name]) if isinstance(peer, Sequence) else statistics.median(times[name])
+            for name, peer in peers.items()
+        }
         record = Comparison(self._suite, case, self._benchmark.stats.stats.median, peers_s, target)
         record = replace(record, not_run=dict(not_run or {}))
         if figures is not None:

@@ -96,7 +96,7 @@ class LoadedScorer:
 
 
 def load_scorer(
-    kind: ScorerKind, path: Path | None, *, num_tokens: int, longest_row: int, token_budget: int, seed: int
+    kind: ScorerKind, path: Path | None, *, vocab_size: int, longest_row: int, token_budget: int, seed: int
 ) -> LoadedScorer:
     """Load a scorer's model from `path`, or make a small seeded one where it is None.
 
@@ -104,7 +104,7 @@ def load_scorer(
         kind: which scorer. "reward-model" wants a classification head with one label, "log-prob" a language model's
             head, "ebft" none.
         path: a transformers checkpoint folder or a .gguf file. A head that is missing in it is made and seeded.
-        num_tokens: the vocabulary the rollouts need, their largest token + 1.
+        vocab_size: the vocabulary that the rollouts need, their largest token + 1.
         longest_row: tokens of the longest row.
         token_budget: unique tokens of one forward.
         seed: of every weight that is not loaded.
@@ -117,13 +117,13 @@ def load_scorer(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if path is None:
-            model, description, notes = _seeded_model(kind, num_tokens, longest_row, seed)
+            model, description, notes = _seeded_model(kind, vocab_size, longest_row, seed)
         else:
             model, description, notes = _read_model(kind, path, seed)
     config = model.config.get_text_config()
-    if config.vocab_size < num_tokens:
+    if config.vocab_size < vocab_size:
         raise ModelError(
-            f"the model's vocabulary must hold the rollouts' tokens, up to {num_tokens - 1}, got {config.vocab_size}"
+            f"the model's vocabulary must hold the rollouts' tokens, up to {vocab_size - 1}, got {config.vocab_size}"
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and longest_row > positions:
@@ -146,11 +146,11 @@ def _scorer(kind: ScorerKind, model: Any, token_budget: int) -> PackedModelScore
     return LogProbScorer(model, token_budget=token_budget, name=name)
 
 
-def _seeded_model(kind: ScorerKind, num_tokens: int, longest_row: int, seed: int) -> tuple[Any, str, list[str]]:
+def _seeded_model(kind: ScorerKind, vocab_size: int, longest_row: int, seed: int) -> tuple[Any, str, list[str]]:
     from transformers import LlamaConfig
 
     config = LlamaConfig(
-        vocab_size=num_tokens,
+        vocab_size=vocab_size,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=2,

@@ -69,9 +69,16 @@ class PackedModelScorer(TrainerScorer):
     def collate(
         self, rows: Sequence[ScoredRow], index: int
     ) -> tuple[list[dict[str, torch.Tensor]], dict[str, int | float]]:
-        """See `TrainerScorer.collate`."""
+        """See `TrainerScorer.collate`.
+
+        Raises:
+            ValueError: a token that the model does not know.
+        """
+        sequences = [self.sequences(row, index) for row in rows]
+        for uids, ids in sequences:
+            self._check_known(uids, ids)
         return collate_packed(
-            [self.sequences(row, index) for row in rows],
+            sequences,
             token_budget=self.token_budget,
             share_prefixes=self.share_prefixes,
             masks=[completion_masks(row, index) for row in rows] if self.with_masks else None,
@@ -80,6 +87,17 @@ class PackedModelScorer(TrainerScorer):
     def sequences(self, row: ScoredRow, index: int) -> tuple[list[int], list[npt.NDArray[np.int64]]]:
         """uids and token ids of what is scored on `row`: its samples and this scorer's extras."""
         return scored_sequences(row, index)
+
+    def _check_known(self, uids: Sequence[int], ids: Sequence[npt.NDArray[np.int64]]) -> None:
+        """A GPU would only tell of them by an assertion that ends the process."""
+        vocab_size = self.model.config.get_text_config().vocab_size
+        for uid, tokens in zip(uids, ids, strict=True):
+            largest = tokens.max(initial=0)
+            if largest >= vocab_size:
+                raise ValueError(
+                    f"scorer {self.name!r} must know the tokens it is to read, its model's vocabulary is "
+                    f"[0, {vocab_size}), got {largest} in {'a group extra' if uid < 0 else f'sample uid {uid}'}"
+                )
 
     def run_base(self, model_inputs: dict[str, Any]) -> torch.Tensor:
         """Last hidden states (N, hidden size) of a packed row, after the final norm."""

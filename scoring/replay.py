@@ -119,7 +119,7 @@ def _load(recorded: RecordedStep, kind: ScorerKind, model: Path, seed: int) -> T
     return load_scorer(
         kind,
         model,
-        num_tokens=int(rollouts.input_ids.max()) + 1,
+        vocab_size=rollouts.vocab_size,
         longest_row=int(np.diff(rollouts.offsets).max()),
         token_budget=max(recorded.settings.token_budget, int(np.diff(rollouts.offsets).max())),
         seed=seed,

@@ -46,6 +46,11 @@ class Rollouts:
     def __len__(self) -> int:
         return len(self.group_id)
 
+    @property
+    def vocab_size(self) -> int:
+        """The smallest vocabulary that holds them: the largest token + 1."""
+        return int(self.input_ids.max()) + 1
+
     def group_rows(self, *, limit_groups: int | None = None, limit_rows: int | None = None) -> list[NDArray[np.int64]]:
         """Row indices of each group, groups in order of first appearance, rows in file order.
 

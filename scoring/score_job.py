@@ -129,7 +129,7 @@ def _load_scorer(options: ScoreOptions, rollouts: Rollouts, display: Display) ->
     return load_scorer(
         options.scorer,
         options.model,
-        num_tokens=int(rollouts.input_ids.max()) + 1,
+        vocab_size=rollouts.vocab_size,
         longest_row=int(np.diff(rollouts.offsets)[kept].max()),
         token_budget=options.token_budget,
         seed=options.seed,

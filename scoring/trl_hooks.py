@@ -107,6 +107,7 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         self._recorder: StepRecorder | None = None
         self._scores: StepScores | None = None  # of the step under way, on the main process
         self._trains = False  # whether any token of the step under way is trained, on any rank
+        self._trained_tokens = 0  # of the step under way, on the main process
         self._prepared = False
         # Names that no sample has had a reward under yet; where they are known beforehand they are checked there.
         self._unmatched = set(args.reward_weights) if isinstance(args.reward_weights, Mapping) else set()
@@ -206,6 +207,7 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
     def _hand_out(self, scores: StepScores) -> None:
         """On the main process: to the log, the recorder and the callbacks."""
         assert self._rollouts is not None
+        self._trained_tokens = int(scores.trained_tokens.sum())
         if unmatched := sorted(self._unmatched.difference(scores.names)):
             logger.warning("reward_weights name %s, the first step's columns are %s", unmatched, scores.names)
         self._unmatched.clear()
@@ -241,6 +243,8 @@ class ScoringGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             self._scores = None
 
     def _log_step_metrics(self) -> None:
+        if self.accelerator.is_main_process:  # which logs; TRL adds up what the micro-batches were normalized by
+            self._step_trained_tokens = float(self._trained_tokens)
         with uncountable_flops_are_nan():
             super()._log_step_metrics()
 

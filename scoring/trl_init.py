@@ -22,7 +22,7 @@ def adapted_construction(*, register: Callable[[], None], make_worker: Callable[
     While the context lasts
       - `register` runs in place of TRL's `register_tree_attention`;
       - the device's peak FLOPs are asked for on a GPU alone (TRL's probe fails on any other device);
-      - `make_worker` makes the rollout worker, where TRL is given none;
+      - `make_worker` makes the rollout worker, where TRL is given none, and is told the policy's `vocab_size` too;
       - the policy is prepared (`prepare_model`) and checked (`check_tree_support`) as soon as it is loaded. What that
         lets through and TRL refuses (attention sinks, other layers than attention) is hidden from TRL's own check.
 
@@ -38,6 +38,7 @@ def adapted_construction(*, register: Callable[[], None], make_worker: Callable[
         peak: float | None = probe(accelerator, dtype) if accelerator.device.type == "cuda" else None
         return peak
 
+    loaded: list[Any] = []
     with ExitStack() as until_left:
 
         def load_checked(*args: Any, **kwargs: Any) -> nn.Module:
@@ -45,8 +46,12 @@ def adapted_construction(*, register: Callable[[], None], make_worker: Callable[
             if find_spec("tree_recurrence") is not None:  # without the extra `hybrid` recurrent models are refused
                 prepare_model(model)
             check_tree_support(model)
+            loaded.append(model)
             hidden.enter_context(_hidden_from_trl(model))
             return model
+
+        def make_worker_of_policy(**loop_kwargs: Any) -> Any:
+            return make_worker(vocab_size=loaded[-1].config.get_text_config().vocab_size, **loop_kwargs)
 
         def add_head_to_whole(*args: Any, **kwargs: Any) -> None:
             hidden.close()  # TRL has looked
@@ -57,7 +62,7 @@ def adapted_construction(*, register: Callable[[], None], make_worker: Callable[
             ("get_peak_flops_per_device", probe_on_a_gpu),
             ("create_model_from_path", load_checked),
             ("add_fused_lm_head", add_head_to_whole),
-            ("AsyncRolloutWorker", make_worker),
+            ("AsyncRolloutWorker", make_worker_of_policy),
         ):
             until_left.enter_context(_replaced(trainer_module, name, value))
         hidden = until_left.enter_context(ExitStack())

@@ -77,6 +77,7 @@ class ScoringRolloutLoop(AsyncRolloutLoop):  # type: ignore[misc]
         *,
         reward_funcs: Sequence[RewardFunction],
         sample_columns: Sequence[str] = (),
+        vocab_size: int | None = None,
         max_attempts: int,
         max_failures: int,
         consumed: Sequence[tuple[int, int]] = (),
@@ -89,6 +90,7 @@ class ScoringRolloutLoop(AsyncRolloutLoop):  # type: ignore[misc]
         self._first_group = dataset_start_index
         self._consumed = IdRanges(consumed)
         self._sample_columns = tuple(sample_columns)
+        self._vocab_size = vocab_size
         self._max_attempts = max_attempts
         self._max_failures = max_failures
         self._failures_in_a_row = 0
@@ -131,6 +133,11 @@ class ScoringRolloutLoop(AsyncRolloutLoop):  # type: ignore[misc]
             ) from error
         if not _are_integers(token_ids):
             raise RolloutFailedError(f"token_ids of {where} must be a list of integers, got {_short(token_ids)}")
+        size = self._vocab_size
+        if unknown := [token for token in token_ids if token < 0 or (size is not None and token >= size)]:
+            raise RolloutFailedError(
+                f"token_ids of {where} must be in the policy's vocabulary, [0, {size or '...'}), got {_short(unknown)}"
+            )
         if not _are_finite(log_probs) or len(log_probs) != len(token_ids):
             raise RolloutFailedError(
                 f"token_logprobs of {where} must be {len(token_ids)} finite numbers, one a token, got "
@@ -208,9 +215,10 @@ class ScoringRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
 
     Rows come as `ScoringSample`s with their advantage pending. What differs from TRL's worker:
       - Reward functions may be left out: scorers on the trainer are a source of rewards too.
-      - A generation that fails (the server refuses, times out, or answers without finite log-probabilities) shrinks
-        its group instead of ending the run: a `GroupShrunk` precedes the group's rows. So does a conversation without
-        a trained token. `max_failures` failures in a row end the run, with the last cause.
+      - A generation that fails (the server refuses, times out, or answers without finite log-probabilities or with
+        tokens that the policy does not know) shrinks its group instead of ending the run: a `GroupShrunk` precedes
+        the group's rows. So does a conversation without a trained token. `max_failures` failures in a row end the run,
+        with the last cause.
       - Group ids go on across resumes: group g is made from prompt g modulo the dataset's length, and groups that
         `skip_consumed` named are not generated again.
       - What a reward function returns is checked, and an error names the function.
@@ -219,6 +227,7 @@ class ScoringRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
 
     Args:
         sample_columns: dataset columns that scorers read, carried to `ScoringSample.columns`.
+        vocab_size: of the policy; None takes any token id from 0 on.
         max_attempts: TRL tries a request 3 times in each of 30 rounds, with waits that double from 1 to 16 s; both
             numbers are cut to this one.
         max_failures: generations that may fail in a row, over all groups.
@@ -238,6 +247,7 @@ class ScoringRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         *,
         reward_funcs: Sequence[RewardFunction] = (),
         sample_columns: Sequence[str] = (),
+        vocab_size: int | None = None,
         max_attempts: int = 30,
         max_failures: int = 64,
         **loop_kwargs: Any,
@@ -255,6 +265,7 @@ class ScoringRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
             super().__init__(
                 reward_funcs=list(reward_funcs),
                 sample_columns=tuple(sample_columns),
+                vocab_size=vocab_size,
                 max_attempts=max_attempts,
                 max_failures=max_failures,
                 **loop_kwargs,

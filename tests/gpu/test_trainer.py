@@ -2,33 +2,24 @@
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from support.cuda import needs_gpu
-from support.models import tiny_model
 
 pytest.importorskip("trl", reason="needs the extra `trl`")
 
-from support.trl_training import VOCAB_SIZE, QueuedRollouts, losses_of, save_policy, scoring_trainer
-from treepack import RewardModelScorer, register_attention
+from support.trl_scored import reward_model
+from support.trl_training import QueuedRollouts, losses_of, save_policy, scoring_trainer
+from treepack import RewardModelScorer
 
 pytestmark = [needs_gpu, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")]
 
 
 def train(folder, device, **more):
-    register_attention()
-    reward_model = tiny_model(
-        "llama",
-        auto_class=AutoModelForSequenceClassification,
-        num_labels=1,
-        vocab_size=VOCAB_SIZE,
-        attn_implementation="treepack",
-    )
     trainer = scoring_trainer(
         save_policy(folder / "policy"),
         folder,
         QueuedRollouts(20),
-        scorers=[RewardModelScorer(reward_model.to(device), token_budget=64)],
+        scorers=[RewardModelScorer(reward_model().to(device), token_budget=64)],
         more={"use_cpu": device == "cpu", **more},
     )
     trainer.train()

@@ -93,7 +93,7 @@ def test_unprepared_models_are_refused():
 
 def test_the_command_prepares_the_checkpoint_it_loads(tmp_path, monkeypatch):
     tiny_model("lfm2").save_pretrained(tmp_path)
-    load = {"num_tokens": 100, "longest_row": 40, "token_budget": 60, "seed": 0}
+    load = {"vocab_size": 100, "longest_row": 40, "token_budget": 60, "seed": 0}
     loaded = load_scorer("log-prob", tmp_path, **load)
     expected, _ = score_group(LogProbScorer(prepared("lfm2"), token_budget=60), group_samples())
     rewards, _ = score_group(loaded.scorer.inner, group_samples())

@@ -125,6 +125,14 @@ def test_text_without_a_token():
         rewards_of(scorer, [torch.tensor([0]), torch.tensor([1])])
 
 
+def test_tokens_that_the_model_does_not_know():
+    packed, _ = model_pair("qwen3", num_labels=1, vocab_size=50)
+    known = [torch.tensor([4, 49]), torch.tensor([4, 5])]
+    assert np.isfinite(rewards_of(RewardModelScorer(packed, token_budget=9), known)).all()
+    with pytest.raises(ValueError, match=r"'reward_model' must know .*\[0, 50\), got 50 in sample uid 1"):
+        rewards_of(RewardModelScorer(packed, token_budget=9), [torch.tensor([4, 49]), torch.tensor([4, 50])])
+
+
 @pytest.mark.parametrize("rows", ["last", "mean"])
 def test_rollouts_of_several_rows(rows):
     packed, alone = model_pair("qwen3", num_labels=1)

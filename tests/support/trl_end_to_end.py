@@ -1,14 +1,18 @@
 """Training end to end with real parts: a served model, TRL's spawned rollout child, the trainer. For scripts."""
 
+import logging
 import os
 import subprocess
+import sys
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, Qwen3Config
 
+from support.trl_training import leave_ranks, reset_accelerate
+from support.trl_training import settings as training_settings
 from treepack import EBFTScorer, RewardModelScorer
 from treepack.scoring.loopback_server import LoopbackServer, LoopbackWeightTransfer
 from treepack.scoring.train_demo_model import byte_tokenizer, make_prompts, save_policy, tiny_model
@@ -20,28 +24,20 @@ IS_MAIN = os.environ.get("RANK", "0") == "0"
 
 def settings(folder, url, **more):
     """Arguments of a short run: steps of four groups of four, a log line each."""
-    return {
-        "output_dir": str(folder),
+    served = {
         "vllm_server_base_url": url,
         "max_steps": 2,
         "gradient_accumulation_steps": 1,
         "token_budget": 1024,
         "groups_per_step": 4,
-        "num_generations": 4,
         "max_completion_length": 8,
         "max_inflight_tasks": 8,
+        "max_staleness": 4,
         "request_timeout": 60,
         "heartbeat_stale_after_s": 60.0,
         "learning_rate": 5e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        **more,
     }
+    return training_settings(folder, **{**served, **more})
 
 
 def dataset():
@@ -74,8 +70,7 @@ def served_training(folder, *, url=None, lora=None, config=None, **arguments):
         config: more arguments of the config.
         arguments: more of the trainer's.
     """
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    reset_accelerate()
     policy = folder / "policy"
     own = LoopbackServer(tiny_model(byte_tokenizer(), seed=0), name=str(policy), max_lora_rank=lora)
     with own if IS_MAIN and url is None else nullcontext() as server:
@@ -126,3 +121,15 @@ def assert_served_is_trained(trainer, server):
         value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         if server is not None:
             torch.testing.assert_close(server._model.get_parameter(name).detach(), value.detach())
+
+
+def run_named(runs):
+    """The body of a script that is started as `python SCRIPT FOLDER NAME...`: call those of `runs`, in this order."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    named = {run.__name__: run for run in runs}
+    folder, *names = sys.argv[1:]
+    for name in names:
+        named[name](Path(folder))
+        print(f"{name}: rank {0 if IS_MAIN else 1} ok", flush=True)
+    leave_ranks()

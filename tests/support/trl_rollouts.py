@@ -43,6 +43,7 @@ def loop_options(url, **options):
         "reward_funcs": [],
         "processing_class": tokenizer,
         "eos_token_ids": [tokenizer.eos_token_id],
+        "vocab_size": len(tokenizer),
         "num_generations": 4,
         "max_inflight_tasks": 8,
         "vllm_server_url": url,

@@ -10,18 +10,23 @@ from treepack import EBFTScorer, RewardModelScorer, register_attention
 SHAPE = {"groups_per_step": 2, "loss_normalization": "step", "token_budget": 128}
 
 
-def scorers_of(policy, *, shard):
+def reward_model():
+    """A tiny random one that reads the policy's tokens."""
     register_attention()
-    reward_model = tiny_model(
+    return tiny_model(
         "llama",
         auto_class=AutoModelForSequenceClassification,
         num_labels=1,
         vocab_size=VOCAB_SIZE,
         attn_implementation="treepack",
     )
+
+
+def scorers_of(policy, *, shard):
+    scored = reward_model()  # makes the attention known, too
     frozen = AutoModelForCausalLM.from_pretrained(policy, attn_implementation="treepack")
     return [
-        RewardModelScorer(reward_model, token_budget=64, shard=shard),
+        RewardModelScorer(scored, token_budget=64, shard=shard),
         EBFTScorer(frozen, token_budget=64, shard=shard),
     ]
 

@@ -1,9 +1,6 @@
 """Runs that test_end_to_end.py starts, by name: python end_to_end.py FOLDER NAME..., or the same under torchrun."""
 
-import logging
 import math
-import sys
-from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType
@@ -17,11 +14,11 @@ from support.trl_end_to_end import (
     ebft,
     log_lines,
     reward_model,
+    run_named,
     served_training,
     vllm_server,
 )
 from support.trl_rewards import lengths
-from support.trl_training import leave_ranks
 from treepack import register_attention
 
 
@@ -148,22 +145,6 @@ def fully_sharded(folder):
         assert not IS_MAIN or all(not math.isnan(line["reward"]) for line in log_lines(trainer))
 
 
-RUNS = {
-    run.__name__: run
-    for run in (reward_function, two_scorers, lora, lora_on_vllm, resume, data_parallel, fully_sharded)
-}
-
-
-def main():
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    register_attention()
-    folder, *names = sys.argv[1:]
-    for name in names:
-        RUNS[name](Path(folder))
-        print(f"{name}: rank {0 if IS_MAIN else 1} ok", flush=True)
-    leave_ranks()
-
-
 if __name__ == "__main__":
-    main()
+    register_attention()
+    run_named((reward_function, two_scorers, lora, lora_on_vllm, resume, data_parallel, fully_sharded))

@@ -1,20 +1,15 @@
 """Runs in which processes die, started by test_faults_of_processes.py: python faulty_runs.py FOLDER NAME..."""
 
 import json
-import logging
 import os
 import signal
-import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import torch
 
-from support.trl_end_to_end import served_training
+from support.trl_end_to_end import run_named, served_training
 from support.trl_rewards import lengths, raises
-from support.trl_training import leave_ranks
 
 MID_STEP_S = 120
 """How long the step sleeps in which the test kills the run."""
@@ -89,20 +84,5 @@ def goes_on(folder):
         assert trainer.progress.num_trained == 16
 
 
-RUNS = {
-    run.__name__: run for run in (child_is_killed, child_is_killed_uncaught, reward_raises, stays_in_step_3, goes_on)
-}
-
-
-def main():
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    folder, *names = sys.argv[1:]
-    for name in names:
-        RUNS[name](Path(folder))
-        print(f"{name}: ok", flush=True)
-    leave_ranks()
-
-
 if __name__ == "__main__":
-    main()
+    run_named((child_is_killed, child_is_killed_uncaught, reward_raises, stays_in_step_3, goes_on))

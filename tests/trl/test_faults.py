@@ -22,6 +22,10 @@ from treepack.scoring.child_channels import ChildQueue
 from treepack.scoring.loopback_server import HttpError, LoopbackServer
 from treepack.scoring.progress import GroupProgress
 from treepack.scoring.queue import GroupedQueue, GroupShrunk
+from treepack.scoring.train_demo_model import byte_tokenizer
+
+SIZE = len(byte_tokenizer())
+"""The served policy's vocabulary."""
 
 
 class Answers(LoopbackServer):
@@ -55,6 +59,8 @@ def choice(token_ids, log_probs):
         (choice([5, 6], [float("nan"), -0.5]), "must be 2 finite numbers, one a token, got [nan, -0.5]"),
         (choice([5, 6], [-0.5]), "must be 2 finite numbers, one a token, got [-0.5]"),
         (choice(["a"], [-0.5]), "must be a list of integers, got ['a']"),
+        (choice([SIZE - 1, SIZE], [-0.5, -0.5]), f"must be in the policy's vocabulary, [0, {SIZE}), got [{SIZE}]"),
+        (choice([7, -1], [-0.5, -0.5]), f"must be in the policy's vocabulary, [0, {SIZE}), got [-1]"),
     ],
 )
 def test_a_server_that_only_fails_ends_the_run_with_the_cause(given, message):

@@ -215,6 +215,25 @@ def test_truncated_samples_leave_the_loss(policy, tmp_path):
     assert trainer.state.log_history[0]["batch/trained_tokens_per_step"] == 0.0
 
 
+def test_trained_tokens_are_counted_where_a_micro_batch_is_emptied(policy, tmp_path):
+    """One sample of a step is left; "microbatch" halves what TRL's loss divides by, which TRL would log."""
+    scored, worker = [], QueuedRollouts(8)
+    for i, row in enumerate(worker.rows):
+        row.finished = i % 4 == 0
+    trainer = scoring_trainer(
+        policy,
+        tmp_path,
+        worker,
+        on_rollouts_scored=[scored.append],
+        more={"groups_per_step": 1, "mask_truncated_completions": True, "loss_normalization": "microbatch"},
+    )
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["batch/microbatches_per_step"] for line in lines] == [2.0] * 3
+    assert [np.count_nonzero(scores.trained_tokens) for scores in scored] == [1] * 3
+    assert [line["batch/trained_tokens_per_step"] for line in lines] == [s.trained_tokens.sum() for s in scored]
+
+
 def test_stale_groups_are_dropped_whole_and_counted(policy, tmp_path):
     worker = QueuedRollouts(30)
     for row in worker.rows[:8]:
