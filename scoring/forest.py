@@ -164,6 +164,7 @@ class Tail(NamedTuple):
     start: int  # packed index of its first token
     shared: int  # depth of its first token
     path: NDArray[np.int64]  # (n,) packed index of every token of the sequence; a buffer reused by the next tail
+    pieces: list[tuple[int, int]]  # (depth, packed index) where each run of consecutive ones in `path` starts; likewise
     depths: NDArray[np.int64]  # of the tail's own tokens
     copies: list[int]  # later sequences identical to this one
 
@@ -185,12 +186,16 @@ class ForestLayout:
         forest, start = self.forest, 0
         # Pre-order keeps the part of this buffer that a tail shares: all since its parent branched off deeper.
         path = np.empty(self.max_seqlens[1], dtype=np.int64)
+        pieces: list[tuple[int, int]] = []
         counting = _counting(max(self.cu_seqlens_q[-1], len(path)).bit_length())  # indices and depths are slices of it
         for index in self.order:
             shared, length = forest.shared[index], len(forest.sequences[index])
             stop = start + length - shared
             path[shared:length] = counting[start:stop]
-            yield Tail(index, start, shared, path[:length], counting[shared:length], self.copies.get(index, []))
+            while pieces and pieces[-1][0] >= shared:
+                pieces.pop()
+            pieces.append((shared, start))
+            yield Tail(index, start, shared, path[:length], pieces, counting[shared:length], self.copies.get(index, []))
             start = stop
 
     def write(self, tail: Tail, input_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:

@@ -10,6 +10,7 @@ N: unique tokens, S: segments, K: keys gathered over all segments, M: loss terms
 """
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from treepack.scoring.forest import ForestLayout, Match, PrefixForest, Tail
+from treepack.scoring.forest import INT32_MAX, ForestLayout, Match, PrefixForest, Tail
 from treepack.scoring.samples import Sample
 
 Buffers = dict[str, NDArray[Any]]
@@ -240,9 +241,6 @@ class RowLayout:
         buffers["tree_cu_seqlens_k"][:] = self.forest.cu_seqlens_k
         buffers["tree_max_seqlens"][:] = self.forest.max_seqlens
         buffers["shift_labels"].fill(-100)
-        counts = np.diff(self.terms)
-        buffers["segment_id"][:] = np.arange(len(self.samples)).repeat(counts)
-        buffers["advantages"][:] = np.array([s["advantage"] for s in self.samples], np.float32).repeat(counts)
         segment = 0
         for tail in self.forest.tails():
             self.forest.write(tail, buffers["input_ids"], buffers["position_ids"])
@@ -262,6 +260,8 @@ class RowLayout:
         start, stop = self.terms[index], self.terms[index + 1]
         token_index, log_probs = buffers["token_index"][start:stop], buffers["old_log_probs"][start:stop]
         labels = buffers["shift_labels"]
+        buffers["segment_id"][start:stop] = index
+        buffers["advantages"][start:stop] = sample["advantage"]
         runs = self.runs[self.run_ends[index] : self.run_ends[index + 1]]
         if not runs:
             predecessors = np.asarray(sample["completion_mask"])[1:].nonzero()[0]
@@ -269,18 +269,32 @@ class RowLayout:
             np.take(old_log_probs, predecessors + 1, out=log_probs)
             labels[token_index] = ids[predecessors + 1]
             return
-        # A predecessor in this tail has its label at a fixed distance; one on the shared path is looked up.
-        own, shift = tail.shared + 1, tail.start - tail.shared - 1
-        done = 0
-        for first, last in zip(runs[::2], runs[1::2]):
-            count = last - first
-            token_index[done : done + count] = tail.path[first - 1 : last - 1]
-            log_probs[done : done + count] = old_log_probs[first:last]
-            split = min(max(first, own), last)
-            if first < split:
-                labels[tail.path[first - 1 : split - 1]] = ids[first:split]
-            labels[split + shift : last + shift] = ids[split:last]
-            done += count
+        spans = list(zip(runs[::2], runs[1::2]))
+        if len(spans) == 1:  # most samples; a concatenation costs more than these two copies
+            ((first, last),) = spans
+            token_index[:], log_probs[:] = tail.path[first - 1 : last - 1], old_log_probs[first:last]
+        else:
+            np.concatenate([tail.path[first - 1 : last - 1] for first, last in spans], out=token_index)
+            np.concatenate([old_log_probs[first:last] for first, last in spans], out=log_probs, casting="same_kind")
+        shift = tail.start - tail.shared - 1
+        for first, last in spans:
+            if first > tail.shared:  # its predecessors are the tail's own
+                labels[first + shift : last + shift] = ids[first:last]
+            else:
+                _write_labels(labels, ids, first, last, tail.pieces)
+
+
+def _write_labels(
+    labels: NDArray[np.int64], ids: NDArray[Any], first: int, last: int, pieces: Sequence[tuple[int, int]]
+) -> None:
+    """Give the predecessors of tokens [first, last) of a sequence their labels, a copy a piece of its path."""
+    piece = bisect_right(pieces, (first - 1, INT32_MAX)) - 1
+    while first < last:
+        depth, start = pieces[piece]
+        stop = min(pieces[piece + 1][0] + 1, last) if piece + 1 < len(pieces) else last
+        begin = start + first - 1 - depth
+        labels[begin : begin + stop - first] = ids[first:stop]
+        first, piece = stop, piece + 1
 
 
 def _trained_runs(mask: NDArray[Any]) -> tuple[int, int, list[int]]:
@@ -295,17 +309,17 @@ def _trained_runs(mask: NDArray[Any]) -> tuple[int, int, list[int]]:
     if len(mask) < SHORT_RUN * len(edges):
         trained = int(np.count_nonzero(mask))
         return trained, trained - int(mask[0] != 0), []
-    trained, terms, start = 0, 0, 0
+    trained = 0
     runs: list[int] = []
-    for stop in (*(edges + 1).tolist(), len(mask)):
-        if mask[start]:
+    starts = [0, *(edges + 1).tolist()]
+    for start, stop, is_trained in zip(starts, (*starts[1:], len(mask)), mask[starts].tolist()):
+        if is_trained:
             trained += stop - start
-            first = max(start, 1)
-            if first < stop:
-                terms += stop - first
-                runs += first, stop
-        start = stop
-    return trained, terms, runs
+            runs += start, stop
+    if not mask[0]:
+        return trained, trained, runs
+    runs[0] = 1
+    return trained, trained - 1, runs if runs[1] > 1 else runs[2:]
 
 
 _counted: tuple[Any, int] = (None, 0)
