@@ -13,7 +13,7 @@ from trl.experimental.async_grpo.packing import TreeRow as TRLRow
 from support.traces import BUNDLED, load_trace, trace_paths
 from support.tries import make_sample, tries
 from treepack import ScoredRow, TreeRow
-from treepack.scoring import forest
+from treepack.scoring import forest, rows
 
 
 def assert_same_tensors(ours, theirs):
@@ -57,6 +57,14 @@ def test_equals_trl_at_every_step(samples, budget, keep_to_budget):
             assert_same_state(ours, theirs)
     if theirs.samples:
         assert_same_tensors(ours.pack(), theirs.pack())
+
+
+@given(tries(min_samples=1))
+def test_runs_of_trained_tokens_are_copied_as_they_are_gathered(samples):
+    """Long runs are copied, piece by piece of the path: here all are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "SHORT_RUN", 0)
+        assert_same_tensors(row_of(samples).pack(), trl_row_of(samples).pack())
 
 
 @given(tries(min_samples=2), st.data())
