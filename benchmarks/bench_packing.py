@@ -41,7 +41,7 @@ class Case:
     of_limit: float | None = None
 
 
-# Between them TRL works off its share of the step: seconds, in which the machine's memory may be slow for a while.
+# TRL's step of seconds is spread over them, a batch at a time: the machine's memory may be slow for a while.
 ROUNDS = 15
 
 # TRL needs tolerable time for these many groups of each trace.
@@ -98,10 +98,9 @@ def consume(batches: Iterator[Batch]) -> None:
 
 
 def in_parts(batches: Iterator[Batch], count: int) -> list[Work]:
-    """Take the next `count` batches in as many calls as there are rounds, or one a batch; as `consume` does."""
+    """Take the next `count` batches one a call, as `consume` does."""
     last: deque[Batch] = deque(maxlen=1)
-    parts = np.array_split(np.arange(count), min(ROUNDS, count))
-    return [partial(last.extend, islice(batches, len(part))) for part in parts]
+    return [partial(last.extend, islice(batches, 1)) for _ in range(count)]
 
 
 def assert_equal(ours: Iterable[Batch], theirs: Iterable[Batch]) -> None:

@@ -6,9 +6,9 @@ A suite is a pytest-benchmark module `bench_<name>.py` whose tests take the `com
         compare("64 x 8", ours=pack, peers={"TRL": trl_pack}, check=assert_equal, target=90)
 
 `check` runs first and must raise when the results differ, so a wrong answer is never timed. Then every round times each
-peer and ours in turn, in this process: other load on the machine hits all sides alike. A peer that takes minutes is cut
-into parts, a part a round, so that it does not meet another machine than ours. The timer is the CPU time of the process
-(all its threads), so waiting for a busy core is not counted.
+peer and ours in turn, in this process: other load on the machine hits all sides alike. A peer that takes long is cut
+into parts that are spread over the rounds, so that it does not meet another machine than ours. The timer is the CPU
+time of the process (all its threads), so waiting for a busy core is not counted.
 """
 
 import json
@@ -51,7 +51,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case of one suite. Times are medians over the rounds, or sums over parts, in seconds of CPU time."""
+    """One case of one suite. Times are seconds of CPU time, medians over the rounds; of peers in parts, their sums."""
 
     suite: str
     case: str
@@ -89,7 +89,7 @@ class Compare:
         check: Callable[[], None],
         target: float | None = None,
         rounds: int = 5,
-        peer_rounds: int | Mapping[str, int] | None = None,
+        peer_rounds: int | None = None,
         figures: Callable[[Comparison], Mapping[str, Figure]] | None = None,
         not_run: Mapping[str, str] | None = None,
     ) -> Comparison:
@@ -98,17 +98,16 @@ class Compare:
         Args:
             case: the row's name in the table.
             ours: what is measured; a call does the whole work once.
-            peers: name -> the same work done another way, or the parts of it, each run once, spread over the rounds.
+            peers: name -> the same work done another way, or the parts of it in order, spread evenly over the rounds.
                 The first is the one `target` is about.
             check: raises when the results of ours and its peers differ; runs before anything is timed.
             target: times faster than the first peer we want to be.
-            rounds: interleaved rounds; the medians are reported. One under `--smoke`.
-            peer_rounds: rounds in which the peers run too, for peers that take long, of all or by name; default all.
+            rounds: interleaved rounds; medians are reported, and sums of parts. One under `--smoke`.
+            peer_rounds: rounds in which the peers run too, for peers that take long; default all. Parts all run once.
             figures: more columns, computed from the timed comparison.
             not_run: peers that cannot run here, and why; said under the table.
         """
         check()
-        of_peers = peer_rounds if isinstance(peer_rounds, Mapping) else dict.fromkeys(peers, peer_rounds or rounds)
         rounds = 1 if self.smoke else rounds
         times: dict[str, list[float]] = {name: [] for name in peers}
         rounds_begun = count()
@@ -117,9 +116,9 @@ class Compare:
             now = next(rounds_begun)
             for name, peer in peers.items():
                 if isinstance(peer, Sequence):
-                    turn = peer[now::rounds]
+                    turn = peer[now * len(peer) // rounds : (now + 1) * len(peer) // rounds]
                 else:
-                    turn = [peer] if now < of_peers.get(name, rounds) else []
+                    turn = [peer] if now < (peer_rounds or rounds) else []
                 for work in turn:
                     start = timer()
                     work()

@@ -45,10 +45,8 @@ def write_report(folder: Path, out: Path, *, tokenizer: Path | None = None, max_
     """
     if find_spec("plotly") is None:
         raise OptionError("treepack report needs plotly: pip install 'treepack[report]'")
+    decode = None if tokenizer is None else load_tokenizer(tokenizer)
     run = read_run(folder, max_steps=max_steps)
-    sources = {id(row.rollouts): row.rollouts for row in run.rows}.values()
-    vocab_size = max((source.vocab_size for source in sources), default=0)
-    decode = None if tokenizer is None else load_tokenizer(tokenizer, vocab_size)
     text = render(run, decode)
     try:
         out.write_text(text, encoding="utf-8")

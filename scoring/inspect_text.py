@@ -10,27 +10,20 @@ from numpy.typing import NDArray
 from treepack.scoring.errors import ModelError
 
 Decode = Callable[[NDArray[np.integer[Any]]], str]
-"""Text of tokens (n,), special ones included. Cut inside a character, it holds U+FFFD in its place."""
+"""Text of tokens (n,), special ones included. U+FFFD is a character that is cut, or a token that is not known."""
+
+UNKNOWN = "\ufffd"
 
 
-def load_tokenizer(path: Path, vocab_size: int) -> Decode:
+def load_tokenizer(path: Path) -> Decode:
     """The decoder of a tokenizer.
 
     Args:
         path: a tokenizer.json, a checkpoint folder, or a .gguf file.
-        vocab_size: the vocabulary that the rollouts need, their largest token + 1.
 
     Raises:
-        ModelError: there is no tokenizer, it cannot be read, or it does not know all tokens.
+        ModelError: there is no tokenizer, or it cannot be read.
     """
-    decode, known = _read(path)
-    if known < vocab_size:
-        raise ModelError(f"{path}: must know the rollouts' tokens, up to {vocab_size - 1}, got a tokenizer of {known}")
-    return decode
-
-
-def _read(path: Path) -> tuple[Decode, int]:
-    """The decoder, and its largest token + 1."""
     fast = path / "tokenizer.json" if path.is_dir() else path
     if not path.exists():
         raise ModelError(f"{path}: no such tokenizer")
@@ -46,23 +39,35 @@ def _read(path: Path) -> tuple[Decode, int]:
     raise ModelError(f"{path}: a tokenizer must be a tokenizer.json, a checkpoint folder or a .gguf file")
 
 
-def _read_json(path: Path) -> tuple[Decode, int]:
+def _read_json(path: Path) -> Decode:
     from tokenizers import Tokenizer  # without transformers, which takes long to import
 
     tokenizer = Tokenizer.from_file(str(path))
-    return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False)), _size(tokenizer.get_vocab())
+    return _showing_unknown(
+        lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False)), tokenizer.get_vocab()
+    )
 
 
-def _read_with_transformers(folder: Path, gguf: dict[str, str]) -> tuple[Decode, int]:
+def _read_with_transformers(folder: Path, gguf: dict[str, str]) -> Decode:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
+    return _showing_unknown(
+        lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)),
+        tokenizer.get_vocab(),
+    )
 
-    def decode(ids: NDArray[np.integer[Any]]) -> str:
-        return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    return decode, _size(tokenizer.get_vocab())
+def _showing_unknown(decode: Decode, vocabulary: Mapping[str, int]) -> Decode:
+    """Tokenizers leave out what they do not know; a model's vocabulary may be larger, or another."""
+    is_known = np.zeros(max(vocabulary.values()) + 2, bool)
+    is_known[list(vocabulary.values())] = True
 
+    def shown(ids: NDArray[np.integer[Any]]) -> str:
+        known = is_known[np.minimum(ids, len(is_known) - 1)]
+        if known.all():
+            return decode(ids)
+        runs = np.split(ids, np.flatnonzero(np.diff(known)) + 1)
+        return "".join(decode(run) if is_known[min(run[0], len(is_known) - 1)] else UNKNOWN * len(run) for run in runs)
 
-def _size(vocabulary: Mapping[str, int]) -> int:
-    return 1 + max(vocabulary.values())
+    return shown

@@ -119,7 +119,7 @@ def inspect_rollouts(options: InspectOptions, display: Display) -> Inspection:
     decode = None
     if options.tokenizer is not None:
         display.phase("loading the tokenizer")
-        decode = load_tokenizer(options.tokenizer, rollouts.vocab_size)
+        decode = load_tokenizer(options.tokenizer)
     model = ModelShape() if options.model is None else read_model_shape(options.model)
     display.phase("looking for shared prefixes")
     groups = rollouts.group_rows(limit_groups=options.limit_groups)

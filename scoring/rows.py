@@ -13,13 +13,14 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from treepack.scoring.forest import INT32_MAX, ForestLayout, Match, PrefixForest, Tail
+from treepack.scoring.forest import ForestLayout, Match, PrefixForest, Tail
 from treepack.scoring.samples import Sample
 
 Buffers = dict[str, NDArray[Any]]
@@ -288,7 +289,7 @@ def _write_labels(
     labels: NDArray[np.int64], ids: NDArray[Any], first: int, last: int, pieces: Sequence[tuple[int, int]]
 ) -> None:
     """Give the predecessors of tokens [first, last) of a sequence their labels, a copy a piece of its path."""
-    piece = bisect_right(pieces, (first - 1, INT32_MAX)) - 1
+    piece = bisect_right(pieces, first - 1, key=itemgetter(0)) - 1
     while first < last:
         depth, start = pieces[piece]
         stop = min(pieces[piece + 1][0] + 1, last) if piece + 1 < len(pieces) else last

@@ -115,7 +115,7 @@ def check_packed_model(model: "PreTrainedModel") -> None:
 
 def scored_sequences(row: ScoredRow, index: int) -> tuple[list[int], list[npt.NDArray[np.int64]]]:
     """uids and token ids of what scorer `index` scores on `row`: its samples, fillers left out, and its extras."""
-    found = [(sample["uid"], sample["input_ids"]) for sample in row.samples if sample["uid"] >= 0]
+    found = [(sample["uid"], np.asarray(sample["input_ids"])) for sample in row.samples if sample["uid"] >= 0]
     found += [(uid, np.asarray(extra["input_ids"])) for scorer, _, uid, extra in row.extras if scorer == index]
     return [uid for uid, _ in found], [ids for _, ids in found]
 

@@ -23,7 +23,7 @@ const show = (value) => {
 };
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const sum = (values) => values.reduce((total, value) => total + value, 0);
-const largest = (values) => values.reduce((most, value) => Math.max(most, value)); // Math.max(...values) has a limit
+const most = (values) => values.reduce((a, b) => Math.max(a, b)); // Math.max(...values) takes so many alone
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function element(name, text, attributes = {}) {
@@ -93,7 +93,7 @@ function drawBalance() {
     const key = `${step}.${rows.micro_batch[i]}`;
     if (!batches.has(key)) batches.set(key, batches.size);
   });
-  const ranks = 1 + largest(rows.rank);
+  const ranks = 1 + most(rows.rank);
   const grid = () => Array.from({ length: ranks }, () => Array(batches.size).fill(null));
   const z = grid(), text = grid();
   rows.step.forEach((step, i) => {
@@ -144,7 +144,7 @@ function drawReasons() {
     marker: { color: reasons.map((_, i) => css(i === reasons.length - 1 ? "--accent" : "--bad")) },
     text: reasons.map((reason) => show(reason[1])), textposition: "outside", cliponaxis: false, hoverinfo: "x",
   }], {
-    xaxis: { title: { text: "samples" }, range: [0, 1.2 * Math.max(largest(reasons.map((reason) => reason[1])), 1)] },
+    xaxis: { title: { text: "samples" }, range: [0, 1.2 * Math.max(...reasons.map((reason) => reason[1]), 1)] },
     yaxis: { type: "category" }, margin: FLAT,
   }, caption);
 }
@@ -169,7 +169,7 @@ function drawTree() {
   const samples = sum(roots.map((root) => root[1]));
   const values = one[colour].map((value) => (colour === "tokens" ? Math.log10(value) : value));
   const known = values.filter((value) => value !== null);
-  const ends = known.length ? [-largest(known.map((value) => -value)), largest(known)] : [0, 0];
+  const ends = known.length ? [-most(known.map((value) => -value)), most(known)] : [0, 0];
   const diverging = colour === "advantage";
   const limit = Math.max(Math.abs(ends[0]), Math.abs(ends[1])) || 1;
   const [low, high] = diverging ? [-limit, limit] : ends[0] < ends[1] ? ends : [ends[0] - 0.5, ends[0] + 0.5];

@@ -24,6 +24,14 @@ def test_one(compare):
             target={target}, figures=lambda record: {{"waste": Figure({waste}, at_most=2)}})
 """
 
+PARTS = """
+def test_parts(compare):
+    order = []
+    parts = [lambda i=i: order.append(i) for i in range(3)]
+    compare("parts", ours=lambda: order.append("ours"), peers={"peer": parts}, check=lambda: None, rounds=6)
+    assert order == ["ours", 0, "ours", "ours", 1, "ours", "ours", 2, "ours"]
+"""
+
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -80,6 +88,12 @@ def test_unequal_results_fail(checkout: Path, tmp_path: Path) -> None:
     result = run("made", "--out", tmp_path / "out")
     assert result.exit_code == 1
     assert "failed: exit code 1, see made.log" in " ".join(result.stdout.split())
+
+
+def test_a_peer_in_parts_is_spread_over_the_rounds(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "bench_parts.py").write_text(PARTS)
+    result = run("parts", "--out", tmp_path / "out")
+    assert result.exit_code == 0, (tmp_path / "out" / "parts.log").read_text()
 
 
 def test_a_relative_folder_is_that_of_the_caller(

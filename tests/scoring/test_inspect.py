@@ -11,6 +11,7 @@ from treepack import pack_sequences
 from treepack.scoring.inspect_causes import Divergences, find_divergences
 from treepack.scoring.inspect_rows import SortedRows
 from treepack.scoring.inspect_sharing import sharing
+from treepack.scoring.inspect_text import load_tokenizer
 from treepack.scoring.rollouts import read_rollouts
 from treepack.scoring.rows import TreeRow
 
@@ -217,6 +218,16 @@ def test_a_question_ahead_of_the_instructions():
     assert {cause.kind for cause in found.causes} == {"part"}
     assert sum(cause.places for cause in found.causes) == 4
     assert all(cause.places_within_groups == 0 for cause in found.causes)
+
+
+def test_tokens_that_a_tokenizer_does_not_know_are_shown_as_such(tmp_path):
+    """A model's vocabulary may be larger than its tokenizer's, which leaves such tokens out."""
+    tokenizer = TextTokenizer()
+    ids = tokenizer.encode("one two three")
+    decode = load_tokenizer(tokenizer.save(tmp_path / "tokenizer.json"))
+    assert decode(np.array(ids)) == "one two three"
+    assert decode(np.array([7000, ids[0], 8, 9000, *ids[1:], 7000])) == "\ufffdone\ufffd\ufffd two three\ufffd"
+    assert decode(np.array([], int)) == ""
 
 
 def test_without_a_tokenizer_a_date_is_a_part_and_examples_are_ids():

@@ -13,6 +13,7 @@ from support.models import tiny_model
 from support.trl_scored import scorers_of
 from support.trl_training import (
     PROMPTS,
+    VOCAB_SIZE,
     NoTransfer,
     QueuedRollouts,
     losses_of,
@@ -384,6 +385,7 @@ class TestConstruction:
         arguments = trainer.rollout_worker._loop_kwargs
         assert (arguments["sample_columns"], arguments["max_attempts"]) == (("number",), 2)
         assert (arguments["max_failures"], arguments["reward_funcs"]) == (5, [])
+        assert arguments["vocab_size"] == trainer.model.config.vocab_size == VOCAB_SIZE
         assert trainer.rollout_queue is trainer.rollout_worker.rollout_buffer
 
     def test_a_config_by_default(self, policy, monkeypatch, tmp_path):
