@@ -154,7 +154,9 @@ def test_ctrl_c_leaves_what_was_finished(tmp_path, out):
     rows = oversize + rollout_rows([[1.0, 0.0]] * 4000)
     path = write_rollouts(tmp_path / "rollouts.npz", rows)
     args = ["score", path, "--scorer", "none", "--ranks", 1, "--steps", 1, "--token-budget", 100, "--out", out]
-    command = [sys.executable, "-c", "from treepack.scoring.cli import main; main()", *map(str, args)]
+    # A shell's background jobs, of which this may be one, ignore the signal, and so do their children.
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{listen}; from treepack.scoring.cli import main; main()", *map(str, args)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None and not has_bytes(out / "scored.parquet", 20_000):
             time.sleep(0.005)
