@@ -67,7 +67,8 @@ def _showing_unknown(decode: Decode, vocabulary: Mapping[str, int]) -> Decode:
         known = is_known[np.minimum(ids, len(is_known) - 1)]
         if known.all():
             return decode(ids)
-        runs = np.split(ids, np.flatnonzero(np.diff(known)) + 1)
-        return "".join(decode(run) if is_known[min(run[0], len(is_known) - 1)] else UNKNOWN * len(run) for run in runs)
+        starts = [0, *(np.flatnonzero(np.diff(known)) + 1).tolist()]
+        runs = np.split(ids, starts[1:])
+        return "".join(decode(run) if known[at] else UNKNOWN * len(run) for at, run in zip(starts, runs))
 
     return shown

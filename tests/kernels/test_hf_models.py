@@ -144,16 +144,7 @@ def vision_language() -> tuple[PreTrainedModel, PreTrainedModel]:
     """A tiny Qwen2.5-VL twice, with eager attention and with tree attention in its text part."""
     return vision_language_models(
         "qwen2_5_vl",
-        {
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-        },
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},
     )
 
 

@@ -207,12 +207,15 @@ def checkpoint_activations(model: PreTrainedModel, *, use_reentrant: bool) -> No
 
 
 def vision_language_models(model_type: str, text_config: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """One tiny vision-language model twice, with eager attention and with tree attention in its text part."""
+    """One tiny vision-language model twice, with eager attention and with tree attention in its text part.
+
+    `text_config` is what is set besides the dimensions of the causal language models.
+    """
     eager, packed = (
         AutoModelForImageTextToText.from_config(
             AutoConfig.for_model(
                 model_type,
-                text_config=text_config,
+                text_config={**_COMMON, **text_config},
                 vision_config={
                     "depth": 1,
                     "hidden_size": 32,
