@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ class Case:
     of_limit: float | None = None
 
 
+LOAD = attrgetter("load")
+
 # TRL's step of seconds is spread over them, a batch at a time: the machine's memory may be slow for a while.
 ROUNDS = 15
 
@@ -66,22 +69,18 @@ SMOKE_CASES = [
 def least_loaded(rows: list[TreeRow], sample: Sample, token_budget: int) -> TreeRow | None:
     """TRL's placement rule: a row that holds the group, else any, the least loaded that fits."""
 
-    def first_fit(candidates: list[TreeRow]) -> TreeRow | None:
-        candidates = sorted(candidates, key=lambda row: row.load)
-        return next((row for row in candidates if row.fits(sample, token_budget)), None)
-
-    home = [row for row in rows if sample["group_id"] in row.groups]
-    if (placed := first_fit(home)) is not None:
-        return placed
+    group = sample["group_id"]
+    home = [row for row in rows if group in row.groups]
+    for row in sorted(home, key=LOAD):
+        if row.fits(sample, token_budget):
+            return row
     if home and all(row.samples for row in rows):
         return None
-    return first_fit(rows)
+    return next((row for row in sorted(rows, key=LOAD) if row.fits(sample, token_budget)), None)
 
 
 def plan_ours(samples: Samples, case: Case) -> Iterator[list[TreeRow]]:
-    return fill_micro_batches(
-        samples, case.ranks, lambda rows, sample: least_loaded(rows, sample, case.token_budget), TreeRow
-    )
+    return fill_micro_batches(samples, case.ranks, partial(least_loaded, token_budget=case.token_budget), TreeRow)
 
 
 def pack_ours(samples: Samples, case: Case, collate: ScoringCollator) -> Iterator[Batch]:

@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
+from operator import sub
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +26,16 @@ Tokens = NDArray[np.integer[Any]]
 
 INT32_MAX = 2**31 - 1
 
+# Tokens compared at once, at first and further on: a call costs more than a thousand tokens.
+FIRST_STEP, NEXT_STEP = 1024, 4096
+
 
 class Match(NamedTuple):
     """How much of a sequence a forest holds already."""
 
     shared: int  # nodes
     parent: int  # the sequence that owns the last of them, -1 when there is none
+    branch: int  # `PrefixForest._branch` of the two and the sequence; means nothing where there is no parent
 
 
 class PrefixForest:
@@ -45,7 +51,16 @@ class PrefixForest:
         num_tokens: N, the nodes of the forest.
     """
 
-    __slots__ = ("_children", "_first_node", "_roots", "num_tokens", "parents", "sequences", "share_prefixes", "shared")
+    __slots__ = (
+        "_children",
+        "_node_at_depth_0",
+        "_roots",
+        "num_tokens",
+        "parents",
+        "sequences",
+        "share_prefixes",
+        "shared",
+    )
 
     def __init__(self, *, share_prefixes: bool = True) -> None:
         self.share_prefixes = share_prefixes
@@ -53,26 +68,29 @@ class PrefixForest:
         self.shared = array("i")
         self.parents = array("i")
         self.num_tokens = 0
-        self._first_node = array("i")  # nodes before each tail, in insertion order
+        # Nodes are counted in insertion order; each tail's minus its depth, so that adding a depth gives the node.
+        self._node_at_depth_0 = array("i")
         self._roots: dict[tuple[int, ...], int] = {}  # first two tokens -> sequence
         self._children: dict[int, int] = {}  # `_branch` -> sequence whose tail starts there
 
     def match(self, sequence: Tokens) -> Match:
         """The nodes of `sequence` (n,) that are here already: one array comparison a branch on its path."""
         if not self.share_prefixes:
-            return Match(0, -1)
-        length, shared, parent = len(sequence), 0, -1
+            return Match(0, -1, -1)
+        length, shared, parent, branch = len(sequence), 0, -1, -1
         child = self._roots.get(tuple(sequence[:2].tolist()))
-        agreed = min(2, length)
+        # Sequences of a group follow each other: this one shares about as much as the last one.
+        agreed, step = min(2, length), (self.shared[-1] if self.shared else 0) + 64
         while child is not None:
             parent, other = child, self.sequences[child]
-            agreed = _common_prefix(sequence, other, agreed)
+            agreed = _common_prefix(sequence, other, agreed, step)
             if agreed == length == len(other):
-                return Match(length, parent)
+                return Match(length, parent, branch)
             shared = agreed - 1
-            child = self._children.get(self._branch(sequence, shared, parent))
-            agreed = min(agreed + 1, length)
-        return Match(shared, parent)
+            branch = self._branch(sequence, shared, parent)
+            child = self._children.get(branch)
+            agreed, step = min(agreed + 1, length), FIRST_STEP
+        return Match(shared, parent, branch)
 
     def append(self, sequence: Tokens, match: Match) -> None:
         """Add `sequence` (n,), n > 0, given its `match` with the forest as it is now.
@@ -80,7 +98,7 @@ class PrefixForest:
         Raises:
             ValueError: the forest would hold more than 2^31 - 1 tokens.
         """
-        index, (shared, parent) = len(self.sequences), match
+        index, (shared, parent, branch) = len(self.sequences), match
         num_tokens = self.num_tokens + len(sequence) - shared
         if num_tokens > INT32_MAX:
             raise ValueError(f"a packed row must hold at most {INT32_MAX} tokens, got {num_tokens} at sequence {index}")
@@ -88,11 +106,11 @@ class PrefixForest:
             if parent < 0:
                 self._roots[tuple(sequence[:2].tolist())] = index
             else:
-                self._children[self._branch(sequence, shared, parent)] = index
+                self._children[branch] = index
         self.sequences.append(sequence)
         self.shared.append(shared)
         self.parents.append(parent)
-        self._first_node.append(self.num_tokens)
+        self._node_at_depth_0.append(self.num_tokens - shared)
         self.num_tokens = num_tokens
 
     def truncate(self, count: int) -> None:
@@ -105,8 +123,8 @@ class PrefixForest:
                     del self._roots[tuple(sequence[:2].tolist())]
                 else:
                     del self._children[self._branch(sequence, shared, parent)]
-            self.num_tokens = self._first_node[index]
-        for state in (self.sequences, self.shared, self.parents, self._first_node):
+            self.num_tokens = self._node_at_depth_0[index] + shared
+        for state in (self.sequences, self.shared, self.parents, self._node_at_depth_0):
             del state[count:]
 
     def layout(self) -> "ForestLayout":
@@ -121,31 +139,30 @@ class PrefixForest:
     def _branch(self, sequence: Tokens, shared: int, parent: int) -> int:
         """A key for (last shared node, token after the first one not shared); exact for any token.
 
-        Nodes are counted in insertion order. The token at `shared` itself agrees with the parent's, or the two would
-        have parted one node earlier.
+        The token at `shared` itself agrees with the parent's, or the two would have parted one node earlier.
         """
-        node = self._first_node[parent] + shared - 1 - self.shared[parent]
+        node = self._node_at_depth_0[parent] + shared - 1
         if shared + 1 == len(sequence):
             return node << 1
-        return int(sequence[shared + 1]) << 33 | node << 1 | 1
+        return sequence.item(shared + 1) << 33 | node << 1 | 1
 
 
 def shared_nodes(a: Tokens, b: Tokens) -> int:
     """Nodes that two sequences share in a forest: all where they are identical, else one less than they agree on."""
-    agreed = _common_prefix(a, b, 0)
+    agreed = _common_prefix(a, b, 0, FIRST_STEP)
     return agreed if agreed == len(a) == len(b) else max(agreed - 1, 0)
 
 
-def _common_prefix(a: Tokens, b: Tokens, agreed: int) -> int:
-    """Length of the longest common prefix of `a` and `b`, known to agree on `agreed` tokens."""
-    end, step = min(len(a), len(b)), 1024  # a usual prompt at once: a call costs more than a thousand tokens
+def _common_prefix(a: Tokens, b: Tokens, agreed: int, step: int) -> int:
+    """Length of the longest common prefix of `a` and `b`, which agree on `agreed` tokens; `step` are compared first."""
+    end = min(len(a), len(b))
     while agreed < end:
         stop = min(agreed + step, end)
         differs = a[agreed:stop] != b[agreed:stop]
         first = int(differs.argmax())
         if differs[first]:
             return agreed + first
-        agreed, step = stop, 4096
+        agreed, step = stop, NEXT_STEP
     return end
 
 
@@ -165,7 +182,6 @@ class Tail(NamedTuple):
     shared: int  # depth of its first token
     path: NDArray[np.int64]  # (n,) packed index of every token of the sequence; a buffer reused by the next tail
     pieces: list[tuple[int, int]]  # (depth, packed index) where each run of consecutive ones in `path` starts; likewise
-    depths: NDArray[np.int64]  # of the tail's own tokens
     copies: list[int]  # later sequences identical to this one
 
 
@@ -181,28 +197,29 @@ class ForestLayout:
     cu_seqlens_k: list[int]  # (S + 1) bounds of the segments' root paths laid end to end
     max_seqlens: tuple[int, int]  # the longest segment and the longest path
 
+    def write_tokens(self, input_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
+        """Copy every tail's tokens and depths into the row, (N,) each."""
+        shared, sequences = self.forest.shared, self.forest.sequences
+        counting = self._counting()
+        np.concatenate([sequences[index][shared[index] :] for index in self.order], out=input_ids)
+        np.concatenate([counting[shared[index] : len(sequences[index])] for index in self.order], out=position_ids)
+
     def tails(self) -> Iterator[Tail]:
         """Every tail in packed order."""
-        forest, start = self.forest, 0
+        shared, sequences = self.forest.shared, self.forest.sequences
         # Pre-order keeps the part of this buffer that a tail shares: all since its parent branched off deeper.
         path = np.empty(self.max_seqlens[1], dtype=np.int64)
         pieces: list[tuple[int, int]] = []
-        counting = _counting(max(self.cu_seqlens_q[-1], len(path)).bit_length())  # indices and depths are slices of it
+        counting, start = self._counting(), 0
         for index in self.order:
-            shared, length = forest.shared[index], len(forest.sequences[index])
-            stop = start + length - shared
-            path[shared:length] = counting[start:stop]
-            while pieces and pieces[-1][0] >= shared:
+            depth, length = shared[index], len(sequences[index])
+            stop = start + length - depth
+            path[depth:length] = counting[start:stop]
+            while pieces and pieces[-1][0] >= depth:
                 pieces.pop()
-            pieces.append((shared, start))
-            yield Tail(index, start, shared, path[:length], pieces, counting[shared:length], self.copies.get(index, []))
+            pieces.append((depth, start))
+            yield Tail(index, start, depth, path[:length], pieces, self.copies.get(index, []))
             start = stop
-
-    def write(self, tail: Tail, input_ids: NDArray[np.int64], position_ids: NDArray[np.int64]) -> None:
-        """Copy one tail's tokens and depths into the row, (N,) each."""
-        stop = tail.start + len(tail.depths)
-        input_ids[tail.start : stop] = self.forest.sequences[tail.owner][tail.shared :]
-        position_ids[tail.start : stop] = tail.depths
 
     def write_kv_index(self, tail: Tail, segment: int, kv_index: NDArray[np.int64]) -> int:
         """Copy the root paths of one tail's segments, the first of which is number `segment`, into `kv_index` (K,).
@@ -214,6 +231,10 @@ class ForestLayout:
             kv_index[start : start + end] = tail.path[:end]
             segment += 1
         return segment
+
+    def _counting(self) -> NDArray[np.int64]:
+        """0, 1, ... beyond every packed index and depth, which are slices of it."""
+        return _counting(max(self.cu_seqlens_q[-1], self.max_seqlens[1]).bit_length())
 
 
 def _lay_out(forest: PrefixForest) -> ForestLayout:
@@ -230,27 +251,25 @@ def _lay_out(forest: PrefixForest) -> ForestLayout:
 
     order: list[int] = []
     ends: dict[int, list[int]] = {}
-    cu_seqlens_q, cu_seqlens_k = [0], [0]
-    start = longest_segment = longest_path = 0
+    cu_seqlens_q, path_lengths = [0], [0]
+    start = 0
     stack = roots[::-1]
     while stack:
         index = stack.pop()
         order.append(index)
         shared, length = forest.shared[index], len(forest.sequences[index])
-        own = children.get(index, [])
-        # The deepest branch first, equal depths in insertion order (the sort is stable); a stack wants the reverse.
-        stack.extend(sorted(own, key=forest.shared.__getitem__, reverse=True)[::-1])
-        ends[index] = [*sorted({forest.shared[child] for child in own}), length]
-        begin = shared
-        for end in ends[index]:
-            cu_seqlens_q.append(start + end - shared)
-            cu_seqlens_k.append(cu_seqlens_k[-1] + end)
-            longest_segment = max(longest_segment, end - begin)
-            begin = end
-        longest_path = max(longest_path, length)
+        ends[index] = [length]
+        if own := children.get(index):
+            # The deepest branch first, equal depths in insertion order (the sort is stable); a stack wants the reverse.
+            stack.extend(sorted(own, key=forest.shared.__getitem__, reverse=True)[::-1])
+            ends[index][:0] = sorted({forest.shared[child] for child in own})
+        path_lengths += ends[index]
+        cu_seqlens_q += [start + end - shared for end in ends[index]]
         start += length - shared
+    cu_seqlens_k = list(accumulate(path_lengths))
+    max_seqlens = max(map(sub, cu_seqlens_q[1:], cu_seqlens_q)), max(path_lengths)
     if cu_seqlens_k[-1] > INT32_MAX:
         raise ValueError(
             f"the segments' paths in a packed row must hold at most {INT32_MAX} tokens, got {cu_seqlens_k[-1]}"
         )
-    return ForestLayout(forest, order, ends, copies, cu_seqlens_q, cu_seqlens_k, (longest_segment, longest_path))
+    return ForestLayout(forest, order, ends, copies, cu_seqlens_q, cu_seqlens_k, max_seqlens)

@@ -10,10 +10,8 @@ N: unique tokens, S: segments, K: keys gathered over all segments, M: loss terms
 """
 
 from array import array
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,12 +101,12 @@ class TreeRow:
 
     def fits(self, sample: Sample, budget: int) -> bool:
         """Whether the row stays within `budget` unique and `budget` trained tokens with `sample` added."""
-        length = len(sample["input_ids"])
-        if max(self.num_tokens, self.trained) + length <= budget:
+        num_tokens, trained, length = self._forest.num_tokens, self._trained[-1], len(sample["input_ids"])
+        if max(num_tokens, trained) + length <= budget:
             return True
-        if self.num_tokens > budget or self.trained + _count_trained(sample["completion_mask"]) > budget:
+        if num_tokens > budget or trained + _count_trained(sample["completion_mask"]) > budget:
             return False
-        return self.num_tokens + length - self._match(sample["input_ids"]).shared <= budget
+        return num_tokens + length - self._match(sample["input_ids"]).shared <= budget
 
     def add(self, sample: Sample) -> None:
         """Append `sample` to the row.
@@ -126,12 +124,12 @@ class TreeRow:
         self.samples.append(sample)
         self.groups.add(sample["group_id"])
         trained, terms, runs = _trained_runs(mask)
-        self._trained.append(self.trained + trained)
+        self._trained.append(self._trained[-1] + trained)
         self._terms.append(self._terms[-1] + terms)
         self._runs.extend(runs)
         self._run_ends.append(len(self._runs))
         length, shared = len(ids), match.shared
-        self._load.append(self.load + (length * (length + 1) - shared * (shared + 1)) // 2)
+        self._load.append(self._load[-1] + (length * (length + 1) - shared * (shared + 1)) // 2)
 
     def truncate(self, num_samples: int) -> None:
         """Roll the row back to its first `num_samples` samples, exactly as it was then.
@@ -241,10 +239,10 @@ class RowLayout:
         buffers["tree_cu_seqlens_q"][:] = self.forest.cu_seqlens_q
         buffers["tree_cu_seqlens_k"][:] = self.forest.cu_seqlens_k
         buffers["tree_max_seqlens"][:] = self.forest.max_seqlens
+        self.forest.write_tokens(buffers["input_ids"], buffers["position_ids"])
         buffers["shift_labels"].fill(-100)
         segment = 0
         for tail in self.forest.tails():
-            self.forest.write(tail, buffers["input_ids"], buffers["position_ids"])
             segment = self.forest.write_kv_index(tail, segment, buffers["tree_kv_index"])
             for index in (tail.owner, *tail.copies):
                 if self.terms[index] < self.terms[index + 1]:
@@ -261,41 +259,40 @@ class RowLayout:
         start, stop = self.terms[index], self.terms[index + 1]
         token_index, log_probs = buffers["token_index"][start:stop], buffers["old_log_probs"][start:stop]
         labels = buffers["shift_labels"]
-        buffers["segment_id"][start:stop] = index
-        buffers["advantages"][start:stop] = sample["advantage"]
+        buffers["segment_id"][start:stop].fill(index)
+        buffers["advantages"][start:stop].fill(sample["advantage"])
         runs = self.runs[self.run_ends[index] : self.run_ends[index + 1]]
         if not runs:
             predecessors = np.asarray(sample["completion_mask"])[1:].nonzero()[0]
             np.take(tail.path, predecessors, out=token_index)
             np.take(old_log_probs, predecessors + 1, out=log_probs)
             labels[token_index] = ids[predecessors + 1]
-            return
-        spans = list(zip(runs[::2], runs[1::2]))
-        if len(spans) == 1:  # most samples; a concatenation costs more than these two copies
-            ((first, last),) = spans
+        elif len(runs) == 2:  # most samples; a concatenation costs more than these two copies
+            first, last = runs
             token_index[:], log_probs[:] = tail.path[first - 1 : last - 1], old_log_probs[first:last]
+            _write_labels(labels, ids, [(first, last)], tail)
         else:
+            spans = list(zip(runs[::2], runs[1::2]))
             np.concatenate([tail.path[first - 1 : last - 1] for first, last in spans], out=token_index)
             np.concatenate([old_log_probs[first:last] for first, last in spans], out=log_probs, casting="same_kind")
-        shift = tail.start - tail.shared - 1
-        for first, last in spans:
-            if first > tail.shared:  # its predecessors are the tail's own
-                labels[first + shift : last + shift] = ids[first:last]
-            else:
-                _write_labels(labels, ids, first, last, tail.pieces)
+            _write_labels(labels, ids, spans, tail)
 
 
-def _write_labels(
-    labels: NDArray[np.int64], ids: NDArray[Any], first: int, last: int, pieces: Sequence[tuple[int, int]]
-) -> None:
-    """Give the predecessors of tokens [first, last) of a sequence their labels, a copy a piece of its path."""
-    piece = bisect_right(pieces, first - 1, key=itemgetter(0)) - 1
-    while first < last:
-        depth, start = pieces[piece]
-        stop = min(pieces[piece + 1][0] + 1, last) if piece + 1 < len(pieces) else last
-        begin = start + first - 1 - depth
-        labels[begin : begin + stop - first] = ids[first:stop]
-        first, piece = stop, piece + 1
+def _write_labels(labels: NDArray[np.int64], ids: NDArray[Any], spans: Iterable[tuple[int, int]], tail: Tail) -> None:
+    """Give the predecessors of tokens [first, last) of a sequence their labels, for each of `spans`."""
+    own = tail.start - tail.shared - 1
+    for first, last in spans:
+        if first > tail.shared:  # its predecessors are the tail's own
+            labels[first + own : last + own] = ids[first:last]
+            continue
+        for depth, start in reversed(tail.pieces):
+            begin = max(depth + 1, first)
+            if begin < last:
+                shift = start - depth - 1
+                labels[begin + shift : last + shift] = ids[begin:last]
+                last = begin
+            if begin == first:
+                break
 
 
 def _trained_runs(mask: NDArray[Any]) -> tuple[int, int, list[int]]:

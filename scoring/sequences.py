@@ -74,9 +74,9 @@ def pack_sequences(
     tree_kv_index = np.empty(num_keys, dtype=np.int64)
     offsets = np.cumsum([0, *map(len, arrays)])
     positions = np.empty(offsets[-1], dtype=np.int64)
+    layout.write_tokens(input_ids, position_ids)
     segment = 0
     for tail in layout.tails():
-        layout.write(tail, input_ids, position_ids)
         if kv_index:
             segment = layout.write_kv_index(tail, segment, tree_kv_index)
         for index in (tail.owner, *tail.copies):
