@@ -21,6 +21,8 @@ from treepack.kernels.plan import TreePlan
 # Measured: larger packs waste masked pairs, smaller blocks drown in calls and merges.
 _PACK = 128
 _CHAIN = 64
+# torch's fused kernel computes all pairs of up to 512 causal keys.
+_LEAF = 256
 # Where a tile's mask or scores are built in memory: its most keys, and its most scores of all heads together (4 MiB).
 _SPLIT = 256
 _SCORES = 2**20
@@ -120,19 +122,19 @@ class _SdpaPrimitive:
         self._scale = scale
 
     def forward(self, tile: Tile, q_KGRD: Tensor, k_KLD: Tensor, v_KLV: Tensor) -> tuple[Tensor, Tensor]:
-        visible_RL = self._mask.visible(tile) if tile.masked else None
+        hidden_RL = self._mask.hidden(tile) if tile.masked else None
         out, lse = _sdpa_forward(
             q_KGRD,
             _per_query_head(k_KLD, q_KGRD),
             _per_query_head(v_KLV, q_KGRD),
             0.0,
             tile.causal,
-            attn_mask=_additive(visible_RL, q_KGRD.dtype),
+            attn_mask=_additive(hidden_RL, q_KGRD.dtype),
             scale=self._scale,
         )
-        if visible_RL is not None and self._mask.window is not None:
+        if hidden_RL is not None and self._mask.window is not None:
             # The fused kernel reports lse 0 for a query without a key.
-            lse = lse.masked_fill(~visible_RL.any(-1), -torch.inf)
+            lse = lse.masked_fill(hidden_RL.all(-1), -torch.inf)
         return out, lse
 
     def backward(
@@ -145,7 +147,7 @@ class _SdpaPrimitive:
         out_KGRV: Tensor,
         lse_KGR: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        visible_RL = self._mask.visible(tile) if tile.masked else None
+        hidden_RL = self._mask.hidden(tile) if tile.masked else None
         dq, dk, dv = _sdpa_backward(
             grad_out_KGRV,
             q_KGRD,
@@ -155,7 +157,7 @@ class _SdpaPrimitive:
             lse_KGR,
             0.0,
             tile.causal,
-            attn_mask=_additive(visible_RL, q_KGRD.dtype),
+            attn_mask=_additive(hidden_RL, q_KGRD.dtype),
             scale=self._scale,
         )
         return dq, dk.sum(1), dv.sum(1)
@@ -208,27 +210,26 @@ class _MatmulPrimitive:
 
     def _hide(self, scores: Tensor, tile: Tile, group: int) -> None:
         if tile.masked or tile.causal:
-            hidden_RL = ~self._mask.visible(tile)
+            hidden_RL = self._mask.hidden(tile)
+            if tile.causal:
+                hidden_RL |= torch.ones_like(hidden_RL).triu_(1)
             _split_group(scores, group).masked_fill_(hidden_RL, -torch.inf)
 
 
 @dataclass(frozen=True)
 class _TileMask:
-    """Reads a tile's visible pairs off the plan, by comparing bounds."""
+    """Reads a tile's invisible pairs off the plan, by comparing bounds."""
 
     plan: TreePlan
     window: int | None
 
-    def visible(self, tile: Tile) -> Tensor:
-        """(R, L) bool."""
-        queries, keys = _row_index(tile.queries), _row_index(tile.keys)
-        visible = queries[:, None] < self.plan.subtree_end[tile.keys]
-        if tile.causal:
-            visible &= queries[:, None] >= keys
+    def hidden(self, tile: Tile) -> Tensor:
+        """(R, L) bool; that a causal tile hides later keys too is left to the primitive."""
+        hidden = _row_index(tile.queries)[:, None] >= self.plan.subtree_end[tile.keys]
         if self.window is not None:
             depth = self.plan.depth
-            visible &= depth[tile.queries][:, None] - depth[tile.keys] < self.window
-        return visible
+            hidden |= depth[tile.queries][:, None] - depth[tile.keys] >= self.window
+        return hidden
 
 
 def _primitive(plan: TreePlan, options: Options) -> Primitive[Tile]:
@@ -240,7 +241,7 @@ def _primitive(plan: TreePlan, options: Options) -> Primitive[Tile]:
 
 def _tiling(options: Options, heads: int) -> Tiling:
     if options.softcap is None and options.window is None:
-        return Tiling(_PACK, _CHAIN)
+        return Tiling(_PACK, _CHAIN, leaf=_LEAF)
     rows = max(_SCORES // (heads * _SPLIT), 1)
     return Tiling(_PACK, _CHAIN, split=_SPLIT, rows=rows, window=options.window)
 
@@ -268,10 +269,10 @@ def _per_query_head(tensor_KLD: Tensor, q_KGRD: Tensor) -> Tensor:
     return tensor_KLD.unsqueeze(1).expand(-1, q_KGRD.shape[1], -1, -1)
 
 
-def _additive(visible_RL: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if visible_RL is None:
+def _additive(hidden_RL: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if hidden_RL is None:
         return None
-    return torch.zeros(visible_RL.shape, dtype=dtype).masked_fill_(~visible_RL, -torch.inf)
+    return torch.zeros(hidden_RL.shape, dtype=dtype).masked_fill_(hidden_RL, -torch.inf)
 
 
 def _row_index(rows: Rows) -> Tensor:

@@ -1,6 +1,7 @@
 """The CPU's tile schedule: which dense calls cover the visible pairs of a row.
 
-Long segments are blocks of their own: their triangle and their descendants' rectangle need no mask. Runs of short
+Long segments are blocks of their own: their triangle and their descendants' rectangle need no mask. A primitive may
+compute the whole square of a triangle, so long triangles are halved. Runs of short
 segments are packed into one block, since a call per segment would cost more than the masked pairs it
 saves; only the block's open keys (those with descendants beyond the block, at most one path's worth) go on.
 Everything is decided by comparing bounds, on the host, once a plan.
@@ -29,6 +30,8 @@ class Tiling:
         pack: most tokens of a block packed from short segments.
         chain: a segment of at least so many tokens is a block of its own; at most pack / 2.
         split: most tokens of such a block (None: any number).
+        leaf: most tokens of such a block's triangles; a longer one is halved, the later half against the earlier being
+            a rectangle (None: any number).
         rows: most queries of a rectangle (None: any number).
         window: sliding window, measured in depth (None: unbounded).
     """
@@ -36,6 +39,7 @@ class Tiling:
     pack: int
     chain: int
     split: int | None = None
+    leaf: int | None = None
     rows: int | None = None
     window: int | None = None
 
@@ -55,9 +59,9 @@ class _Block:
 def _tile_schedule(plan: TreePlan, tiling: Tiling) -> tuple[Tile, ...]:
     end, depth = plan.subtree_end.cpu().numpy(), plan.depth.cpu().numpy()
     blocks = list(_blocks(plan.segments, tiling))
-    triangles = [_triangle(block, tiling.window) for block in blocks]
-    rectangles = [tile for block in blocks for tile in _rectangles(block, end, depth, tiling)]
-    return (*triangles, *rectangles)
+    within = [tile for block in blocks for tile in _within(block, depth, tiling)]
+    beyond = [tile for block in blocks for tile in _rectangles(block, end, depth, tiling)]
+    return tuple(sorted((*within, *beyond), key=lambda tile: not tile.causal))
 
 
 def _blocks(segments: SegmentTable, tiling: Tiling) -> Iterator[_Block]:
@@ -90,6 +94,18 @@ def _pack_stop(at: int, limit: int, starts: list[int], depth: Ints, tiling: Tili
     last = bisect_right(starts, at + tiling.pack)
     depths_from_last = depth[first:last][::-1]
     return starts[last - 1 - int(depths_from_last.argmin())]
+
+
+def _within(block: _Block, depth: Ints, tiling: Tiling) -> Iterator[Tile]:
+    """The block's keys against the block itself."""
+    length = block.stop - block.start
+    if not block.is_chain or tiling.leaf is None or length <= tiling.leaf:
+        yield _triangle(block, tiling.window)
+        return
+    middle = block.start + (length + 1) // 2
+    yield from _within(_Block(block.start, middle, is_chain=True), depth, tiling)
+    yield from _within(_Block(middle, block.stop, is_chain=True), depth, tiling)
+    yield from _cut_rows(middle, block.stop, np.arange(block.start, middle), False, depth, tiling)
 
 
 def _triangle(block: _Block, window: int | None) -> Tile:

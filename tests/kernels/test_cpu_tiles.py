@@ -14,6 +14,9 @@ from treepack.kernels.reference import visible_pairs
 
 TILINGS = [
     Tiling(pack=128, chain=64),
+    Tiling(pack=128, chain=64, leaf=256),
+    Tiling(pack=16, chain=8, leaf=9),
+    Tiling(pack=16, chain=8, split=40, leaf=9, rows=7, window=20),
     Tiling(pack=16, chain=8),
     Tiling(pack=2, chain=1),
     Tiling(pack=16, chain=8, split=16, rows=20, window=5),
@@ -83,6 +86,14 @@ def test_bounds_of_a_tile() -> None:
     tiles = tile_schedule(plan, Tiling(pack=128, chain=64, split=256, rows=300, window=1000))
     assert max(len(index(tile.keys)) for tile in tiles) == 256
     assert max(len(index(tile.queries)) for tile in tiles if not tile.causal) == 300
+
+
+def test_long_triangles_are_halved_into_rectangles_without_a_mask() -> None:
+    plan = TreePlan.from_position_ids(torch.arange(1000))
+    tiles = tile_schedule(plan, Tiling(pack=128, chain=64, leaf=256))
+    assert [len(index(tile.queries)) for tile in tiles if tile.causal] == [250] * 4
+    assert [len(index(tile.queries)) for tile in tiles if not tile.causal] == [250, 250, 500]
+    assert not any(tile.masked for tile in tiles)
 
 
 def test_the_schedule_is_kept_for_the_next_layer() -> None:
