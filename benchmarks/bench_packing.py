@@ -71,7 +71,7 @@ def least_loaded(rows: list[TreeRow], sample: Sample, token_budget: int) -> Tree
 
     group = sample["group_id"]
     home = [row for row in rows if group in row.groups]
-    for row in sorted(home, key=LOAD):
+    for row in sorted(home, key=LOAD) if len(home) > 1 else home:
         if row.fits(sample, token_budget):
             return row
     if home and all(row.samples for row in rows):

@@ -59,8 +59,8 @@ class Case:
 
 
 CASES = [
-    Case(FULL / "game24_samples.npz", of_packing=0.9, rounds=7),
-    Case(FULL / "airline_turns.npz", shortest=True, rows=5),
+    Case(FULL / "game24_samples.npz", of_packing=0.9, rounds=6),
+    Case(FULL / "airline_turns.npz", shortest=True, rows=4),
     Case(FULL / "airline_conversations.npz", shortest=True),
     Case(FULL / "gsm8k_solutions.npz", rounds=3),
 ]

@@ -35,7 +35,7 @@ class Match(NamedTuple):
 
     shared: int  # nodes
     parent: int  # the sequence that owns the last of them, -1 when there is none
-    branch: int  # `PrefixForest._branch` of the two and the sequence; means nothing where there is no parent
+    branch: int  # a key for that node and the token after the first one not shared; means nothing without a parent
 
 
 class PrefixForest:
@@ -71,25 +71,29 @@ class PrefixForest:
         # Nodes are counted in insertion order; each tail's minus its depth, so that adding a depth gives the node.
         self._node_at_depth_0 = array("i")
         self._roots: dict[tuple[int, ...], int] = {}  # first two tokens -> sequence
-        self._children: dict[int, int] = {}  # `_branch` -> sequence whose tail starts there
+        self._children: dict[int, int] = {}  # `Match.branch` -> sequence whose tail starts there
 
     def match(self, sequence: Tokens) -> Match:
         """The nodes of `sequence` (n,) that are here already: one array comparison a branch on its path."""
         if not self.share_prefixes:
             return Match(0, -1, -1)
+        sequences, children, node_at_depth_0 = self.sequences, self._children, self._node_at_depth_0
         length, shared, parent, branch = len(sequence), 0, -1, -1
         child = self._roots.get(tuple(sequence[:2].tolist()))
         # Sequences of a group follow each other: this one shares about as much as the last one.
         agreed, step = min(2, length), (self.shared[-1] if self.shared else 0) + 64
         while child is not None:
-            parent, other = child, self.sequences[child]
+            parent, other = child, sequences[child]
             agreed = _common_prefix(sequence, other, agreed, step)
             if agreed == length == len(other):
                 return Match(length, parent, branch)
             shared = agreed - 1
-            branch = self._branch(sequence, shared, parent)
-            child = self._children.get(branch)
-            agreed, step = min(agreed + 1, length), FIRST_STEP
+            branch = node_at_depth_0[parent] + shared - 1 << 1
+            if agreed < length:
+                # The token at `shared` agrees with the parent's, or the two would have parted one node earlier.
+                branch |= sequence.item(agreed) << 33 | 1
+                agreed += 1
+            child, step = children.get(branch), FIRST_STEP
         return Match(shared, parent, branch)
 
     def append(self, sequence: Tokens, match: Match) -> None:
@@ -117,12 +121,9 @@ class PrefixForest:
         """Drop all but the first `count` sequences; the forest is then as it was when it held only these."""
         assert 0 <= count <= len(self.sequences)
         for index in range(len(self.sequences) - 1, count - 1, -1):
-            sequence, shared, parent = self.sequences[index], self.shared[index], self.parents[index]
-            if self.share_prefixes and shared < len(sequence):
-                if parent < 0:
-                    del self._roots[tuple(sequence[:2].tolist())]
-                else:
-                    del self._children[self._branch(sequence, shared, parent)]
+            shared = self.shared[index]
+            if self.share_prefixes and shared < len(self.sequences[index]):
+                (self._roots if self.parents[index] < 0 else self._children).popitem()  # the last one put there
             self.num_tokens = self._node_at_depth_0[index] + shared
         for state in (self.sequences, self.shared, self.parents, self._node_at_depth_0):
             del state[count:]
@@ -136,16 +137,6 @@ class PrefixForest:
         assert self.sequences
         return _lay_out(self)
 
-    def _branch(self, sequence: Tokens, shared: int, parent: int) -> int:
-        """A key for (last shared node, token after the first one not shared); exact for any token.
-
-        The token at `shared` itself agrees with the parent's, or the two would have parted one node earlier.
-        """
-        node = self._node_at_depth_0[parent] + shared - 1
-        if shared + 1 == len(sequence):
-            return node << 1
-        return sequence.item(shared + 1) << 33 | node << 1 | 1
-
 
 def shared_nodes(a: Tokens, b: Tokens) -> int:
     """Nodes that two sequences share in a forest: all where they are identical, else one less than they agree on."""
@@ -158,10 +149,10 @@ def _common_prefix(a: Tokens, b: Tokens, agreed: int, step: int) -> int:
     end = min(len(a), len(b))
     while agreed < end:
         stop = min(agreed + step, end)
-        differs = a[agreed:stop] != b[agreed:stop]
-        first = int(differs.argmax())
+        differs = np.not_equal(a[agreed:stop], b[agreed:stop])
+        first = differs.argmax()
         if differs[first]:
-            return agreed + first
+            return agreed + int(first)
         agreed, step = stop, NEXT_STEP
     return end
 
@@ -259,7 +250,7 @@ def _lay_out(forest: PrefixForest) -> ForestLayout:
         order.append(index)
         shared, length = forest.shared[index], len(forest.sequences[index])
         ends[index] = [length]
-        if own := children.get(index):
+        if own := children.get(index):  # few have any
             # The deepest branch first, equal depths in insertion order (the sort is stable); a stack wants the reverse.
             stack.extend(sorted(own, key=forest.shared.__getitem__, reverse=True)[::-1])
             ends[index][:0] = sorted({forest.shared[child] for child in own})

@@ -106,7 +106,10 @@ class TreeRow:
             return True
         if num_tokens > budget or trained + _count_trained(sample["completion_mask"]) > budget:
             return False
-        return num_tokens + length - self._match(sample["input_ids"]).shared <= budget
+        input_ids = sample["input_ids"]
+        if self._seen is None or self._seen[0] is not input_ids:
+            self._seen = (input_ids, self._forest.match(np.asarray(input_ids)))
+        return num_tokens + length - self._seen[1].shared <= budget
 
     def add(self, sample: Sample) -> None:
         """Append `sample` to the row.
@@ -118,7 +121,8 @@ class TreeRow:
                 log-probability in some sources: it must not pass as 0).
         """
         ids, mask = _checked_arrays(sample, len(self.samples))
-        match = self._match(sample["input_ids"])
+        seen = self._seen
+        match = seen[1] if seen is not None and seen[0] is sample["input_ids"] else self._forest.match(ids)
         self._seen = None
         self._forest.append(ids, match)
         self.samples.append(sample)
@@ -180,11 +184,6 @@ class TreeRow:
         buffers = {name: np.empty(sizes[field.size], dtype=field.dtype) for name, field in ROW_FIELDS.items()}
         layout.write(buffers)
         return {name: torch.from_numpy(buffer) for name, buffer in buffers.items()}
-
-    def _match(self, input_ids: Any) -> Match:
-        if self._seen is None or self._seen[0] is not input_ids:
-            self._seen = (input_ids, self._forest.match(np.asarray(input_ids)))
-        return self._seen[1]
 
 
 class ScoredRow(TreeRow):
@@ -300,7 +299,7 @@ def _trained_runs(mask: NDArray[Any]) -> tuple[int, int, list[int]]:
 
     Position 0 has no predecessor: it is trained but no loss term. No runs are given where they are short.
     """
-    edges = (mask[1:] != mask[:-1]).nonzero()[0]
+    edges = np.not_equal(mask[1:], mask[:-1]).nonzero()[0]  # faster than the operator
     if len(edges) == 1 and not mask[0]:  # a prompt and its completion: what most samples are
         start, stop = int(edges[0]) + 1, len(mask)
         return stop - start, stop - start, [start, stop]
