@@ -45,7 +45,7 @@ class Case:
 LOAD = attrgetter("load")
 
 # TRL's step of seconds is spread over them, a batch at a time: the machine's memory may be slow for a while.
-ROUNDS = 15
+ROUNDS = 45
 
 # TRL needs tolerable time for these many groups of each trace.
 TRACE_GROUPS = {"gsm8k_solutions": 400, "game24_samples": 2, "airline_conversations": 12, "airline_turns": 3}
