@@ -1,10 +1,10 @@
 """The CPU's tile schedule: which dense calls cover the visible pairs of a row.
 
 Long segments are blocks of their own: their triangle and their descendants' rectangle need no mask. A primitive may
-compute the whole square of a triangle, so long triangles are halved. Runs of short
-segments are packed into one block, since a call per segment would cost more than the masked pairs it
-saves; only the block's open keys (those with descendants beyond the block, at most one path's worth) go on.
-Everything is decided by comparing bounds, on the host, once a plan.
+compute the whole square of a triangle, so long triangles are halved. Runs of short segments are packed into one block,
+since a call per segment would cost more than the masked pairs it saves; only the block's open keys (those with
+descendants beyond the block, at most one path's worth) go on. Everything is decided by comparing bounds, on the host,
+once a plan.
 """
 
 from bisect import bisect_left, bisect_right
